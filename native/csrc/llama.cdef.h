@@ -1,0 +1,1 @@
+const char *laneway_llama_version(void);

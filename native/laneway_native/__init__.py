@@ -1,0 +1,1 @@
+"""The cffi binding to llama.cpp."""

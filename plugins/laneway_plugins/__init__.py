@@ -1,0 +1,1 @@
+"""The operations and loaders that come with Laneway."""
