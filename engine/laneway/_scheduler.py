@@ -1,0 +1,444 @@
+"""What the next native call does, and what its result means: continuous batching over a fixed number of slots.
+
+Rule 1: every change of a sequence's state, slot and position is made here.
+Rule 2: nothing here does I/O, has a clock or imports Trio.  The decode loop asks :meth:`Scheduler.schedule` for a step,
+runs it, hands the result to :meth:`Scheduler.postprocess` and carries out what it is told; seconds come with results.
+
+The policy:
+
+- Decoding comes first.  A step is one token of every decoding sequence, or one chunk of one prompt, and never more than
+  one chunk lies between two decode steps; nor, while a prompt is pending, more than one decode step between two chunks.
+- Prompts take turns, a chunk each, in ``(ticket, index)`` order (rule A15).  Chunks are sized by time (rule C9).
+- A free slot goes to the request that holds the fewest, then to the older one, inside it in input order (rule A15).
+- Prompt and answer together never exceed the window (rule A10).  The last token of an answer needs no cell.
+- Gaps between decoding slots are closed by moves where the backend's policy asks for it, once nobody waits for a slot.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, final
+
+import attrs
+
+from laneway._text import TextAssembler
+from laneway.decoder import Chunk, StepBatch
+
+if TYPE_CHECKING:
+    from laneway._events import StopReason, TokenLogprob
+    from laneway.decoder import BatchPolicy, Sampling, StepResult
+
+__all__ = ["Output", "Scheduler", "SchedulerSnapshot", "Sequence", "SequenceState", "Step"]
+
+
+class SequenceState(enum.Enum):
+    """``WAITING`` for a slot, then ``PREFILL`` (prompt not yet all in cells), then ``DECODING``, then ``FINISHED``."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@final
+@attrs.define(eq=False, kw_only=True)
+class Sequence:
+    """One prompt and its answer so far.  The first group is the caller's, the rest is kept by the :class:`Scheduler`.
+
+    ``(ticket, index)`` must be unique among live sequences.  ``computed`` may be given when the prompt's first tokens
+    will be in the slot's cells (a prefix that was loaded or copied) before the sequence's first chunk is run.
+    """
+
+    ticket: int
+    """The request's arrival number: fairness and order."""
+    index: int
+    """Input order inside the request."""
+    prompt: tuple[int, ...] = attrs.field(repr=False)
+    sampling: Sampling = attrs.field(repr=False)
+    max_tokens: int | None = None
+    """At least 1; None: until the window is full."""
+    stop: tuple[str, ...] = attrs.field(default=(), repr=False)
+
+    computed: int = 0
+    """Tokens in cells: where the next chunk goes."""
+    state: SequenceState = attrs.field(default=SequenceState.WAITING, init=False)
+    slot: int | None = attrs.field(default=None, init=False)
+    """Kept after the end until the slot has been released."""
+    output: list[int] = attrs.field(factory=list, init=False, repr=False)
+    """The answer's tokens.  An end token ends the answer and is no part of it."""
+    finish_reason: StopReason | None = attrs.field(default=None, init=False)
+    """``eos``, ``length`` or ``stop``; None while it runs, and after it was removed or its step failed."""
+    paused: bool = attrs.field(default=False, init=False)
+    """Set through the scheduler: :meth:`Scheduler.pause` and :meth:`Scheduler.resume`."""
+    text: TextAssembler = attrs.field(
+        default=attrs.Factory(lambda self: TextAssembler(self.stop), takes_self=True), init=False, repr=False
+    )
+    decode_steps: int = attrs.field(default=0, init=False)
+    """Decode steps that it took part in."""
+    concurrency_sum: int = attrs.field(default=0, init=False)
+    """Sum, over those steps, of the sequences in them."""
+    room: int = attrs.field(default=0, init=False)
+    """Tokens that the answer may have: the smaller of ``max_tokens`` and what the window leaves."""
+    prefill_rate: float | None = attrs.field(default=None, init=False)
+    """Tokens a second of its last chunk."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in the order of prompts."""
+        return self.ticket, self.index
+
+
+@final
+@attrs.frozen
+class Step:
+    """One native call and what it is about.
+
+    The loop calls ``decoder.open(slot, sampling, prompt)`` for each of ``opens``, in order, then runs ``batch``.
+    ``sequences`` has the sequence of each chunk, in chunk order.
+    """
+
+    batch: StepBatch
+    sequences: tuple[Sequence, ...]
+    opens: tuple[Sequence, ...]
+    """They have just been given their slot."""
+    prefill: bool
+    """True: one chunk of one prompt.  False: one token of each of ``sequences``."""
+
+
+# Not frozen: one is made for every token, and a frozen class of this size takes a microsecond to make, thrice a plain one.
+@final
+@attrs.define(eq=False)
+class Output:
+    """What one token did for its sequence."""
+
+    sequence: Sequence
+    token: int
+    text: str
+    """More text of the answer, safe to hand out; maybe none."""
+    logprob: TokenLogprob | None
+    """Of ``token``, if asked for; None for an end token, which is no part of the answer."""
+    finish_reason: StopReason | None = None
+    slot_to_drop: int | None = None
+    """Set with ``finish_reason``: drop it in the decoder, then :meth:`Scheduler.release` it."""
+
+
+@final
+@attrs.frozen
+class SchedulerSnapshot:
+    """Who holds and who waits, at one moment."""
+
+    slots: Mapping[int, tuple[int, int, SequenceState]]
+    """Slot to the ticket, index and state of its sequence; ``FINISHED``: the slot is about to be dropped."""
+    waiting: Mapping[int, int]
+    """Ticket to the number of its sequences that wait for a slot."""
+
+
+@final
+class Scheduler:
+    """Shares a decoder's slots and steps out among sequences.
+
+    ``slots`` and ``window`` (tokens) are the decoder's; ``end_tokens`` end an answer; ``piece`` gives a token's bytes
+    and is called for every token, so it should be quick.
+
+    :meth:`add`, :meth:`pause` and :meth:`resume` may come at any time, also while a step is under way; everything else
+    comes between steps.  Nothing raises but for bugs.
+    """
+
+    def __init__(
+        self, *, slots: int, window: int, policy: BatchPolicy, end_tokens: frozenset[int], piece: Callable[[int], bytes]
+    ) -> None:
+        assert slots >= 1
+        self._window = window
+        self._policy = policy
+        self._end_tokens = end_tokens
+        self._piece = piece
+        self._free = set(range(slots))
+        self._owners: list[Sequence | None] = [None] * slots  # slot -> who holds it, or held it and is to be dropped
+        self._waiting: dict[int, list[Sequence]] = {}  # ticket -> its sequences without a slot, in input order
+        self._holds: dict[int, int] = {}  # ticket -> slots of its live sequences
+        self._prefilling: list[Sequence] = []
+        self._streams: list[tuple[int, Sequence]] = []  # (slot, decoding sequence), ascending; see _refresh
+        self._stale = False  # whether _streams must be made anew
+        self._gaps = False  # whether _streams has gaps that the policy was not asked about yet
+        self._last_prompt = (-1, -1)  # key of the prompt that had the last chunk
+        self._chunk_was_last = False
+        self._rate: float | None = None  # prefill tokens a second, see _learn
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self.running)}/{len(self._owners)} slots in use, {self.waiting} waiting>"
+
+    # What is asked of it
+
+    @property
+    def waiting(self) -> int:
+        """How many sequences wait for a slot."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The live sequences that hold slots, in slot order."""
+        return [sequence for _, sequence in self._live()]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits and every slot is free."""
+        return not self._waiting and len(self._free) == len(self._owners)
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """Who holds which slot and how many wait for one."""
+        return SchedulerSnapshot(
+            slots={slot: (*held.key, held.state) for slot, held in enumerate(self._owners) if held is not None},
+            waiting={ticket: len(line) for ticket, line in self._waiting.items()},
+        )
+
+    # What it is told
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a slot.  That its prompt leaves room in the window was checked on arrival (rule A10)."""
+        assert sequence.state is SequenceState.WAITING
+        assert 0 <= sequence.computed < len(sequence.prompt) < self._window
+        assert sequence.max_tokens is None or sequence.max_tokens >= 1
+        room = self._window - len(sequence.prompt)
+        sequence.room = room if sequence.max_tokens is None else min(room, sequence.max_tokens)
+        insort(self._waiting.setdefault(sequence.ticket, []), sequence, key=_input_order)
+
+    def remove(self, sequence: Sequence) -> int | None:
+        """End a sequence that its owner no longer wants.  Returns the slot to drop, if it holds one.
+
+        Comes between steps, but may also follow a step that was interrupted, in place of its ``postprocess``.
+        Does nothing for one that has ended: its slot was named when it did.
+        """
+        if sequence.state is SequenceState.FINISHED:
+            return None
+        if sequence.state is SequenceState.WAITING:
+            self._leave_line(sequence)
+            return None
+        self._retire(sequence)
+        return sequence.slot
+
+    def release(self, slot: int) -> None:
+        """The decoder has dropped the slot of an ended sequence: it is free."""
+        owner = self._owners[slot]
+        assert owner is not None
+        assert owner.state is SequenceState.FINISHED
+        owner.slot = None
+        self._owners[slot] = None
+        self._free.add(slot)
+        self._stale = True
+
+    def pause(self, sequence: Sequence) -> None:
+        """Keep a sequence out of decode steps (rule S2).  It keeps its slot; a prompt is still taken in."""
+        sequence.paused = True
+        self._stale = True
+
+    def resume(self, sequence: Sequence) -> None:
+        """Let a paused sequence decode again, from the next decode step on."""
+        sequence.paused = False
+        self._stale = True
+
+    # A step
+
+    def schedule(self) -> Step | None:
+        """The next step; None if there is nothing to do until somebody is added or resumed.
+
+        A step must be run, but for one: a prefill step whose own sequence could not be opened may be forgotten once
+        that sequence is removed.  Sequences are where they will be after the step's moves, which a decoder makes first,
+        so that even a step that fails leaves them there.
+        """
+        opens = self._give_slots()
+        self._refresh()
+        if self._streams and (self._chunk_was_last or not self._prefilling):
+            return self._decode_step(opens)
+        if self._prefilling:
+            return self._prefill_step(opens)
+        return None
+
+    def postprocess(self, step: Step, result: StepResult) -> list[Output]:
+        """Take in what a step gave: its tokens, in chunk order, with their text and who has ended."""
+        if step.prefill:
+            return self._take_chunk(step, result)
+        together = len(step.sequences)
+        tokens, logprobs = result.tokens, result.logprobs
+        outputs = []
+        for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
+            slot = chunk.slot
+            sequence.computed += 1
+            sequence.decode_steps += 1
+            sequence.concurrency_sum += together
+            outputs.append(self._take_token(sequence, slot, tokens[slot], logprobs.get(slot)))
+        return outputs
+
+    def fail(self, step: Step) -> list[Sequence]:
+        """A step has failed: end its sequences (rule C11) and return them; their slots are to be dropped.
+
+        Peers that the step only moved live on, at their new slots.  If a backend's move could fail half way, dropping
+        the moves' sources as well leaves nothing behind; a peer whose cells were lost fails alone at its next step.
+        """
+        for sequence in step.sequences:
+            self._retire(sequence)
+        return list(step.sequences)
+
+    # Slots
+
+    def _give_slots(self) -> tuple[Sequence, ...]:
+        opens = []
+        while self._free and self._waiting:
+            ticket = min(self._waiting, key=self._claim)
+            sequence = self._waiting[ticket][0]
+            self._leave_line(sequence)
+            slot = self._policy.choose_slot(self._free)
+            self._free.remove(slot)
+            self._owners[slot] = sequence
+            self._holds[ticket] = self._holds.get(ticket, 0) + 1
+            sequence.slot = slot
+            sequence.state = SequenceState.PREFILL
+            self._prefilling.append(sequence)
+            opens.append(sequence)
+        return tuple(opens)
+
+    def _claim(self, ticket: int) -> tuple[int, int]:
+        return self._holds.get(ticket, 0), ticket
+
+    def _leave_line(self, sequence: Sequence) -> None:
+        line = self._waiting[sequence.ticket]
+        place = bisect_left(line, sequence.index, key=_input_order)
+        while line[place] is not sequence:
+            place += 1
+        del line[place]
+        if not line:
+            del self._waiting[sequence.ticket]
+        sequence.state = SequenceState.FINISHED
+
+    def _retire(self, sequence: Sequence) -> None:
+        """End a sequence that holds a slot.  The slot is neither held nor free until it is released."""
+        if sequence.state is SequenceState.PREFILL:
+            self._prefilling.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        self._holds[sequence.ticket] -= 1
+        if not self._holds[sequence.ticket]:
+            del self._holds[sequence.ticket]
+        self._stale = True
+
+    def _live(self) -> Iterator[tuple[int, Sequence]]:
+        for slot, held in enumerate(self._owners):
+            if held is not None and held.state is not SequenceState.FINISHED:
+                yield slot, held
+
+    # The two kinds of steps
+
+    def _decode_step(self, opens: tuple[Sequence, ...]) -> Step:
+        self._chunk_was_last = False
+        moves = self._close_gaps()
+        streams = self._streams
+        chunks = tuple([Chunk(slot, sequence.computed, (sequence.output[-1],), True) for slot, sequence in streams])
+        return Step(StepBatch(chunks, moves), tuple([sequence for _, sequence in streams]), opens, prefill=False)
+
+    def _prefill_step(self, opens: tuple[Sequence, ...]) -> Step:
+        self._chunk_was_last = True
+        sequence = min(self._prefilling, key=self._turn)
+        self._last_prompt = sequence.key
+        start, rate = sequence.computed, sequence.prefill_rate or self._rate
+        end = start + self._policy.chunk_size(len(sequence.prompt) - start, rate, len(self._streams))
+        assert sequence.slot is not None
+        chunk = Chunk(sequence.slot, start, sequence.prompt[start:end], end == len(sequence.prompt))
+        return Step(StepBatch((chunk,)), (sequence,), opens, prefill=True)
+
+    def _turn(self, sequence: Sequence) -> tuple[bool, tuple[int, int]]:
+        # Round robin: those after the one that had the last chunk, then from the beginning again.
+        return sequence.key <= self._last_prompt, sequence.key
+
+    def _refresh(self) -> None:
+        """Bring the list of streams up to date.  Most steps find it so and pay nothing."""
+        if not self._stale:
+            return
+        self._stale = False
+        self._streams = [
+            (slot, sequence)
+            for slot, sequence in self._live()
+            if sequence.state is SequenceState.DECODING and not sequence.paused
+        ]
+        self._gaps = bool(self._streams) and self._streams[-1][0] - self._streams[0][0] >= len(self._streams)
+
+    def _close_gaps(self) -> tuple[tuple[int, int], ...]:
+        """The moves of this decode step.
+
+        Only decode steps move: a chunk does not care where its peers are, and a newcomer may fill a hole for nothing
+        meanwhile.  Slots were just given out, so a slot that is free now is one that nobody waits for.
+        """
+        if not self._gaps:
+            return ()
+        self._gaps = False  # asked once; any change of the streams asks anew
+        taken = [slot for slot, _ in self._live()]
+        if len(taken) + len(self._free) < len(self._owners):
+            return ()  # some slot is still to be dropped: no hole yet, and nothing to move
+        moves = tuple(self._policy.fill_holes(taken))
+        for source, target in moves:
+            self._move(source, target)
+        self._refresh()
+        return moves
+
+    def _move(self, source: int, target: int) -> None:
+        sequence = self._owners[source]
+        assert sequence is not None
+        self._free.remove(target)
+        self._free.add(source)
+        self._owners[source], self._owners[target] = None, sequence
+        sequence.slot = target
+        self._stale = True
+
+    # What their results mean
+
+    def _take_chunk(self, step: Step, result: StepResult) -> list[Output]:
+        (chunk,), (sequence,) = step.batch.chunks, step.sequences
+        sequence.computed += len(chunk.tokens)
+        self._learn(sequence, len(chunk.tokens), result.seconds)
+        if not chunk.sample:
+            return []
+        self._prefilling.remove(sequence)
+        sequence.state = SequenceState.DECODING
+        self._stale = True
+        return [self._take_token(sequence, chunk.slot, result.tokens[chunk.slot], result.logprobs.get(chunk.slot))]
+
+    def _take_token(self, sequence: Sequence, slot: int, token: int, logprob: TokenLogprob | None) -> Output:
+        """Append a token to its answer, unless it is the end, and see whether the answer ends with it.
+
+        If a token does several things at once, a stop string counts before an end token, that before the length.
+        """
+        text = ""
+        reason: StopReason | None = None
+        assembler = sequence.text
+        if token in self._end_tokens:
+            reason, logprob = "eos", None
+        else:
+            sequence.output.append(token)
+            text = assembler.push(self._piece(token))
+            if len(sequence.output) >= sequence.room:
+                reason = "length"
+        if reason is None and assembler.stopped is None:
+            return Output(sequence, token, text, logprob)
+        text += assembler.finish()  # which may complete a stop string, too
+        sequence.finish_reason = reason if assembler.stopped is None else "stop"
+        self._retire(sequence)
+        return Output(sequence, token, text, logprob, sequence.finish_reason, slot)
+
+    def _learn(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+        """Remember how fast a chunk was, for the size of the next one.
+
+        A chunk of n tokens takes about a + b * n seconds, so n / seconds is too low a rate for longer chunks.  That is
+        safe, and mends itself: the sizes n, target * n / (a + b * n), ... rise to the one that takes just the target.
+        But the short tail of a prompt is nearly all a, and the next prompt would have to begin down there.  So a chunk
+        that took less than half the target, and thus harmed nobody, may only raise the rate; a longer one counts as it
+        is, however few its tokens, or a machine that has become slower would go unnoticed.  Chunks also get slower with
+        their position: a prompt goes by its own last chunk, and only its first one by what is known of others.
+        """
+        if seconds <= 0.0:
+            return  # too short for the clock: tells nothing
+        rate = sequence.prefill_rate = tokens / seconds
+        if self._rate is None or rate > self._rate or seconds > self._policy.chunk_target / 2:
+            self._rate = rate
+
+
+_input_order = attrgetter("index")
