@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def _download(pins: Pins, scratch: Path, python: str) -> Path:
     fresh = scratch / pins.file
     if done.returncode == 0 and fresh.is_file():
         return fresh
-    output = f"{done.stdout}\n{done.stderr}"
+    output = re.sub(r" \(from -r [^)]*\(line 1\)\)", "", f"{done.stdout}\n{done.stderr}")
     if "DO NOT MATCH THE HASHES" in output:
         found = next((line.split()[-1] for line in output.splitlines() if line.strip().startswith("Got ")), "unknown")
         raise FetchError(_wrong_checksum(pins, found))
@@ -132,7 +133,7 @@ def _download(pins: Pins, scratch: Path, python: str) -> Path:
     complaints = [line.strip() for line in output.splitlines() if "ERROR" in line] or output.strip().splitlines()
     reason = complaints[-1].removeprefix("ERROR: ") if complaints else f"pip ended with status {done.returncode}"
     raise FetchError(
-        f"cannot download {pins.name} {pins.version} ({reason}); check the network and pip's configuration and repeat, or "
+        f"cannot download {pins.name} {pins.version} ({reason}); check the network and pip's settings and repeat, or "
         "name a llama.cpp checkout: LANEWAY_LLAMA_SOURCE=/path/to/llama.cpp make build"
     )
 
