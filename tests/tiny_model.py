@@ -137,7 +137,7 @@ def pack_value(value: Plain) -> bytes:
     return struct.pack("<I", value.type) + _pack_items(value.type, (value.value,))
 
 
-def _type_of(value: bool | int | float | str | bytes) -> ValueType:
+def _type_of(value: float | str | bytes) -> ValueType:
     if isinstance(value, bool):
         return ValueType.BOOL
     if isinstance(value, int):
@@ -217,10 +217,10 @@ class _Vocabulary:
         self.types.append(kind)
 
 
-_WORDS = (
+_WORDS = (  # what the vocabulary has beside single characters; _ is a space
     "th he in er an on re at en nd or it is ou es st al ar ll lo ing the and you hello world "
     "_t _a _s _w _o _i _the _and _is _in _to _of _you _he _she _it _was _hello _world"
-).split()
+)
 
 
 def _specials() -> _Vocabulary:
@@ -236,7 +236,7 @@ def _spm_vocabulary() -> _Vocabulary:
     for byte in range(256):
         vocabulary.add(f"<0x{byte:02X}>", kind=TokenType.BYTE)
     # Pieces are merged best score first, so the longer ones need the better scores.
-    for rank, word in enumerate(_WORDS):
+    for rank, word in enumerate(_WORDS.split()):
         vocabulary.add(word.replace("_", "\u2581"), -float(rank + 1))
     vocabulary.add("\u2581", -900.0)
     for code in range(0x21, 0x7F):
@@ -260,7 +260,7 @@ def _bpe_vocabulary() -> tuple[_Vocabulary, list[str]]:
         vocabulary.add(character)
     merges = []
     space = byte_alphabet()[0x20]
-    for word in _WORDS:
+    for word in _WORDS.split():
         text = word.replace("_", space)
         for end in range(2, len(text) + 1):
             if text[:end] not in vocabulary.tokens:
