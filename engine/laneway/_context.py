@@ -1,0 +1,101 @@
+"""What a handler sees of the engine: one object a request."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, final
+
+import trio
+
+from laneway._errors import ModelNotLoadedError
+from laneway._run import collect_stats
+from laneway._scheduler import Sequence
+from laneway._tokens import Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from laneway._events import Stats, TextDelta
+    from laneway._model import Model
+    from laneway._request import Request
+    from laneway.decoder import Sampling
+
+
+@final
+class Context:
+    """The engine's side of :class:`laneway.RequestContext`."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._indexes = itertools.count()
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self._request.id
+
+    @property
+    def model(self) -> Model:
+        """The model that it runs on."""
+        return self._request.model
+
+    @property
+    def stats(self) -> Stats:
+        """Figures over all sequences of this request so far."""
+        return collect_stats(self._request)
+
+    def put(self, event: object) -> None:
+        """Hand an event to the reader without ever waiting: what a ``deliver`` callback wants."""
+        self._request.put(event)
+
+    async def emit(self, event: object) -> None:
+        """Hand an event to the reader; with ``backpressure='pause'``, wait until there is room for more."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._request.put(event)
+        while self._request.paused_at is not None:
+            await self._request.writable.park()
+
+    def generate(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        deliver: Callable[[TextDelta], None] | None = None,
+    ) -> Tokens:
+        """Ask for an answer to ``prompt``.  Enter the result to let the sequence join the next step.
+
+        Raises :class:`ContextOverflowError` or :class:`InvalidRequestError` for what can never run, before anything
+        has changed.
+        """
+        request = self._request
+        model = request.model
+        loop = model.decode_loop
+        if loop is None:
+            raise ModelNotLoadedError(model.name, "it has no decoder")
+        model.check_prompt(prompt)
+        model.check_sampling(sampling)
+        sequence = Sequence(
+            ticket=request.number,
+            index=next(self._indexes),
+            prompt=tuple(prompt),
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+        )
+        return Tokens(loop, sequence, request, deliver)
+
+    def claim(self, key: Hashable) -> bool:
+        """Try to hold one more key until the request ends; False if somebody else does (rule A13)."""
+        request = self._request
+        if request.ticket is None:
+            return False
+        return request.model.lanes.try_claim(request.ticket, key)
+
+    async def close(self) -> None:
+        """Drop every sequence that the handler left behind, and wait until their slots are free."""
+        for tokens in self._request.streams:
+            tokens.drop()
+        for tokens in self._request.streams:
+            await tokens.freed.wait()

@@ -1,0 +1,168 @@
+"""A loaded model: its facts, its lanes, its decode loop, and the checks that come before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import trio
+
+from laneway._admission import Admission
+from laneway._decode_loop import DecodeLoop
+from laneway._errors import ContextOverflowError, InvalidRequestError, ModelNotLoadedError
+from laneway._lane import Lanes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from laneway._admission import Ticket
+    from laneway._declarations import Backend
+    from laneway._engine import Engine
+    from laneway.decoder import Sampling, Tokenizer
+
+LONG_TEXT = 20_000
+"""Characters from which tokenising leaves the event loop: about 5 ms of work at SmolLM2's speed."""
+
+
+@final
+class Model:
+    """What :meth:`Engine.load_model` returns.  It knows its engine, and is of no use after that has closed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        backend: Backend,
+        *,
+        parallel: int,
+        admission: Literal["requests", "slots"],
+        queue_limit: int,
+        queue_timeout: float | None,
+        on_start: Callable[[Ticket], None],
+        on_failed: Callable[[Model, str], None],
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.parallel = parallel
+        self.admission = admission
+        self.queue_timeout = queue_timeout
+        self.lanes = Lanes(Admission(parallel, queue_limit), name, on_start=on_start)
+        self.decode_loop: DecodeLoop | None = None
+        self.gone = trio.Event()
+        """Set when the model has been unloaded and freed."""
+        self._backend = backend
+        self._closed: str | None = None
+        if backend.decoder is not None:
+            assert backend.tokenizer is not None, "a backend with a decoder has a tokenizer"
+            self.decode_loop = DecodeLoop(
+                backend.decoder,
+                backend.tokenizer,
+                model=name,
+                on_failed=lambda reason: on_failed(self, reason),
+            )
+
+    def __repr__(self) -> str:
+        return f"<laneway.Model {self.name!r} {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """``loaded``, ``unloading``, ``unloaded`` or ``failed``."""
+        if self.gone.is_set():
+            return "unloaded"
+        if self._closed is not None:
+            return "unloading"
+        if self.decode_loop is not None and self.decode_loop.failure is not None:
+            return "failed"
+        return "loaded"
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the loader says of the model: architecture, size, quantisation and the like."""
+        return self._backend.metadata
+
+    @property
+    def service(self) -> Any:
+        """What operations without a decoder work with, as the loader made it; None for language models."""
+        return self._backend.service
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether this is a language model."""
+        return self._backend.decoder is not None
+
+    @property
+    def stall_timeout(self) -> float | None:
+        """Seconds for which a run may stay paused by its reader."""
+        return self._backend.stall_timeout
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to tokens and back.  Raises :class:`InvalidRequestError` on a model that has none."""
+        if self._backend.tokenizer is None:
+            raise InvalidRequestError(f"model {self.name!r} is no language model: it has no tokenizer")
+        return self._backend.tokenizer
+
+    @property
+    def window(self) -> int:
+        """Tokens that one slot holds, prompt and answer together: floor(context_size / parallel), rule A10."""
+        decoder = self._backend.decoder
+        if decoder is None:
+            raise InvalidRequestError(f"model {self.name!r} is no language model: it has no window")
+        return decoder.window
+
+    @property
+    def context_size(self) -> int:
+        """Tokens that all slots hold together."""
+        return self._backend.context_size or self.window * self.parallel
+
+    async def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+        """Tokens of ``text``; a long one is worked on in a thread.
+
+        :param bos: begin with what the model wants at a beginning
+        :param special: read the text of special tokens, such as chat markers, as those tokens
+        """
+        tokenizer = self.tokenizer
+        if len(text) < LONG_TEXT:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            return tokenizer.tokenize(text, bos=bos, special=special)
+        return await trio.to_thread.run_sync(lambda: tokenizer.tokenize(text, bos=bos, special=special))
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise :class:`ContextOverflowError` for a prompt that can never run (rule A10)."""
+        if not prompt:
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
+        if len(prompt) >= self.window:
+            raise ContextOverflowError(len(prompt), self.window, self.context_size, self.parallel)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise :class:`InvalidRequestError` if this model cannot sample so (a grammar that does not parse, say)."""
+        if self._backend.decoder is None:
+            raise InvalidRequestError(f"model {self.name!r} is no language model: it cannot generate")
+        self._backend.decoder.check(sampling)
+
+    # The engine's side.
+
+    def check_open(self) -> None:
+        """Raise :class:`ModelNotLoadedError` if new requests are not taken."""
+        if self._closed is not None:
+            raise ModelNotLoadedError(self.name, self._closed)
+        if self.decode_loop is not None and self.decode_loop.failure is not None:
+            raise ModelNotLoadedError(self.name, self.decode_loop.failure)
+
+    def close_door(self, reason: str) -> bool:
+        """Take no more requests; whether this was the call that closed it."""
+        first = self._closed is None
+        if first:
+            self._closed = reason
+        return first
+
+    async def free(self) -> None:
+        """Stop the decode loop, then free the backend, whatever happens."""
+        try:
+            if self.decode_loop is not None:
+                await self.decode_loop.stop()
+        finally:
+            try:
+                if self._backend.aclose is not None:
+                    await self._backend.aclose()
+            finally:
+                self._closed = "it was unloaded"

@@ -1,0 +1,455 @@
+"""Ids, life cycles and cancel scopes of all live requests of an engine.
+
+A request's own task lives in the registry's nursery, is spawned from its caller's task (so that context variables are
+the caller's), and does four things: wait for its turn, run the handler, tear down, give the permit back.  Whatever the
+handler does, its outcome is kept for the reader and nothing of it reaches the nursery.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from laneway._admission import Refused, TicketState
+from laneway._context import Context
+from laneway._declarations import Overflow, Scope, Use
+from laneway._errors import (
+    EngineClosedError,
+    InferenceCancelledError,
+    InvalidRequestError,
+    ModelNotLoadedError,
+    RequestIdConflictError,
+    RequestRejectedByPolicyError,
+)
+from laneway._lifecycle import TERMINAL, Happening, State, advance
+from laneway._outbox import Outbox
+from laneway._records import RequestRecord
+from laneway._request import Request
+from laneway._run import collect_stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from laneway._admission import Ticket
+    from laneway._declarations import Operation, Prepared
+    from laneway._model import Model
+    from laneway._plugins import PluginHost
+
+log = logging.getLogger("laneway.requests")
+
+REMEMBERED_SECONDS = 30.0
+"""How long a cancel waits for its request, and how long an ended id cannot arm one: rule C5."""
+REMEMBERED_CANCELS = 128
+"""How many such cancels are kept, the oldest going first: rule C5."""
+
+_current: ContextVar[Request | None] = ContextVar("laneway_current_request", default=None)
+
+
+class Registry:
+    """All live requests of one engine."""
+
+    def __init__(self, host: PluginHost, nursery: trio.Nursery, on_fatal: Callable[[BaseException], None]) -> None:
+        self.closed = False
+        self._host = host
+        self._nursery = nursery
+        self._on_fatal = on_fatal
+        self._live: dict[str, Request] = {}
+        self._by_ticket: dict[Ticket, Request] = {}
+        self._armed: OrderedDict[str, float] = OrderedDict()
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._minted = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._ends = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        return f"<laneway.Registry {len(self._live)} live requests>"
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._live.values()))
+
+    def of_model(self, model: Model) -> list[Request]:
+        """The live requests on ``model``, in order of arrival."""
+        return [request for request in self._live.values() if request.model is model]
+
+    # Arrival.
+
+    @trio.lowlevel.enable_ki_protection
+    def admit(
+        self,
+        operation: Operation,
+        model: Model,
+        prepared: Prepared,
+        *,
+        request_id: str | None,
+        overflow: Overflow | None,
+        queue_timeout: float | None,
+        cap: float | None,
+        merging: bool,
+    ) -> Request:
+        """Let a validated request arrive: barrier, id, ticket and task, with no checkpoint in between (rule A3).
+
+        Raises :class:`EngineClosedError`, :class:`ModelNotLoadedError`, :class:`InvalidRequestError` (R6),
+        :class:`RequestIdConflictError`, :class:`InferenceCancelledError` (C5) or
+        :class:`RequestRejectedByPolicyError`; then nothing has changed.
+        """
+        if self.closed:
+            raise EngineClosedError
+        model.check_open()
+        parent = _current.get()
+        self._check_not_waiting_for_itself(operation, model, parent)
+        now = trio.current_time()
+        request = Request(
+            id=self._mint(operation.kind) if request_id is None else request_id,
+            operation=operation,
+            model=model,
+            prepared=prepared,
+            arrived_at=now,
+            parent=parent,
+            queue_timeout=model.queue_timeout if queue_timeout is None else queue_timeout,
+            outbox=Outbox(merging=merging),
+            pausing=not merging,
+            number=next(self._numbers),
+        )
+        other = self._live.get(request.id)
+        if other is not None:
+            raise RequestIdConflictError(request.id, other.state.value)
+        if self._take_armed(request.id, now):
+            self._advance(request, Happening.END_CANCELLED)
+            self._remember_end(request.id, now)
+            raise InferenceCancelledError(request.id, "cancelled before it began")
+        if operation.use is not Use.NONE:
+            self._take_ticket(request, overflow or operation.overflow, cap)
+        self._live[request.id] = request
+        self._advance(request, Happening.ARRIVE)
+        self._tell(request, self._host.notify_queued)
+        if request.ticket is None or request.ticket.state is TicketState.RUNNING:
+            self._start(request)
+        self._nursery.start_soon(self._serve, request, name=f"laneway request {request.id}")
+        return request
+
+    def _take_ticket(self, request: Request, overflow: Overflow, cap: float | None) -> None:
+        operation, model = request.operation, request.model
+        try:
+            request.ticket = model.lanes.arrive(
+                operation.kind,
+                exclusive=operation.use is Use.EXCLUSIVE,
+                unique=operation.unique,
+                weight=request.prepared.weight if model.admission == "slots" else 1,
+                keys=request.prepared.keys,
+                nowait=overflow is Overflow.REJECT,
+                cap=cap,
+                lane=operation.lane_group,
+            )
+        except Refused as refused:
+            self._advance(request, Happening.REFUSE)
+            raise self._rejection(request, refused.reason, refused.waiting, refused.limit) from None
+        self._by_ticket[request.ticket] = request
+
+    def _rejection(self, request: Request, reason: Any, waiting: int, limit: int) -> RequestRejectedByPolicyError:
+        return RequestRejectedByPolicyError(request.id, request.kind, request.model.name, reason, waiting, limit)
+
+    def _mint(self, kind: str) -> str:
+        while True:
+            minted = f"{kind}-{next(self._minted)}"
+            if minted not in self._live and minted not in self._armed:
+                return minted
+
+    def _check_not_waiting_for_itself(self, operation: Operation, model: Model, parent: Request | None) -> None:
+        """Rule R6, for every handler that this task runs under: the caller's, the caller's caller's, and so on."""
+        while parent is not None:
+            held = parent.operation
+            same_lane = held.lane_group == operation.lane_group
+            alone = Use.EXCLUSIVE in (held.use, operation.use)
+            if (
+                parent.model is model
+                and parent.state not in TERMINAL
+                and Use.NONE not in (held.use, operation.use)
+                and (same_lane or alone)
+            ):
+                raise InvalidRequestError(
+                    f"a {operation.kind} request opened inside the handler of {held.kind} request {parent.id!r} would "
+                    f"wait for the permit that this handler holds on model {model.name!r}; generate through ctx, "
+                    "or run it after the handler has returned"
+                )
+            parent = parent.parent
+
+    # The request's own task.
+
+    @trio.lowlevel.enable_ki_protection
+    async def _serve(self, request: Request) -> None:
+        context = Context(request)
+        result, error, fatal, completed = None, None, None, False
+        _current.set(request)
+        try:
+            with request.scope:
+                await self._wait_turn(request)
+                self._watch_stalls(request)
+                result = await self._handle(request, context)
+                completed = True
+        except Exception as caught:
+            error = caught
+        except BaseException as caught:
+            fatal = caught
+        with trio.CancelScope(shield=True):
+            try:
+                await context.close()
+            except Exception as caught:
+                log.exception("the teardown of request %s failed", request.id)
+                error = error or caught
+            finally:
+                self._end(request, result, error, fatal, completed=completed)
+        if fatal is not None and not _only_cancelled(fatal):
+            # A KeyboardInterrupt or SystemExit is for the program, not for one request.
+            self._on_fatal(fatal)
+
+    async def _wait_turn(self, request: Request) -> None:
+        lanes, timeout = request.model.lanes, request.queue_timeout
+        if request.ticket is None:
+            return
+        if timeout is None:
+            await lanes.wait_turn(request.ticket)
+        else:
+            with trio.move_on_after(timeout) as patience:
+                await lanes.wait_turn(request.ticket)
+            if patience.cancelled_caught:
+                waiting = lanes.waiting(request.operation.lane_group)
+                raise self._rejection(request, "queue_timeout", waiting, lanes.queue_limit)
+
+    @trio.lowlevel.enable_ki_protection
+    def granted(self, ticket: Ticket) -> None:
+        """A waiter has got its permit; its task is being woken."""
+        self._start(self._by_ticket[ticket])
+
+    def _start(self, request: Request) -> None:
+        self._advance(request, Happening.ADMIT)
+        request.started_at = trio.current_time()
+        request.turned.set()
+        self._tell(request, self._host.notify_admitted)
+
+    async def _handle(self, request: Request, context: Context) -> Any:
+        # A scope that the handler cannot keep is not sprung on it: it runs to its end (rule C1, `none`).
+        with trio.CancelScope(shield=request.operation.scope is Scope.NONE):
+            return await _unprotected(request.operation.handler, context, request.prepared)
+
+    def _watch_stalls(self, request: Request) -> None:
+        timeout = request.model.stall_timeout
+        if request.pausing and timeout is not None:
+            request.stall_timeout = timeout
+            self._nursery.start_soon(self._end_if_stalled, request)
+
+    async def _end_if_stalled(self, request: Request) -> None:
+        # The scope's deadline is set while the run is paused, and taken back when it goes on.
+        with request.stall_scope:
+            await trio.sleep_forever()
+        if request.state is State.RUNNING:
+            self.cancel_request(request, f"its reader left it paused for {request.stall_timeout:g} s (stall_timeout)")
+
+    @trio.lowlevel.enable_ki_protection
+    def _end(
+        self, request: Request, result: Any, error: Exception | None, fatal: BaseException | None, *, completed: bool
+    ) -> None:
+        """Permit, id and outcome, in this order: whoever reads the outcome finds the place free (rules A8, C4)."""
+        if request.ticket is not None:
+            request.model.lanes.leave(request.ticket)
+            del self._by_ticket[request.ticket]
+        request.stall_scope.cancel()
+        del self._live[request.id]
+        now = trio.current_time()
+        request.ended_at = now
+        self._remember_end(request.id, now)
+        if request.doom is not None and request.state is State.WAITING:
+            error = request.doom
+            self._advance(request, Happening.FAIL)
+        elif isinstance(error, RequestRejectedByPolicyError) and request.state is State.WAITING:
+            self._advance(request, Happening.REFUSE)
+        elif completed and error is None and not request.settled.is_set():
+            self._advance(request, Happening.COMPLETE)
+        elif error is not None and request.state is not State.CANCELLING:
+            self._advance(request, Happening.FAIL)
+        else:
+            if fatal is not None:
+                log.warning("request %s was ended from outside: %r", request.id, fatal)
+            if request.state is not State.CANCELLING:
+                # Nobody called cancel(): the engine's surroundings were cancelled, or the whole program is ending.
+                request.cancel_reason = (
+                    "the engine was cancelled" if fatal is None or _only_cancelled(fatal) else repr(fatal)
+                )
+                self._advance(request, Happening.CANCEL)
+            self._advance(request, Happening.END_CANCELLED)
+            cause = error
+            error = self.cancelled_error(request)
+            error.__cause__ = cause
+        request.settle(result=result if error is None else None, error=error)
+        request.ended.set()
+        self._tell(request, self._host.notify_ended)
+        self._ends.unpark_all()
+
+    # Cancelling.
+
+    @trio.lowlevel.enable_ki_protection
+    def cancel(self, request_id: str, reason: str) -> int:
+        """Cancel by id; how many live requests that reached.  An unknown id is remembered (rule C5)."""
+        request = self._live.get(request_id)
+        if request is not None:
+            return self.cancel_request(request, reason)
+        now = trio.current_time()
+        self._forget_old(now)
+        if request_id not in self._ended:
+            self._armed[request_id] = now
+            self._armed.move_to_end(request_id)
+            while len(self._armed) > REMEMBERED_CANCELS:
+                self._armed.popitem(last=False)
+        return 0
+
+    @trio.lowlevel.enable_ki_protection
+    def cancel_request(self, request: Request, reason: str) -> int:
+        """Cancel a live request, and with scope ``model`` all that share its scope (rule C1)."""
+        if request.state is State.RUNNING and request.operation.scope is Scope.MODEL:
+            group = self._group(request)
+        else:
+            group = [request]
+        for member in group:
+            self._cancel_one(member, reason)
+        return len(group)
+
+    def _cancel_one(self, request: Request, reason: str) -> None:
+        if request.state not in (State.WAITING, State.RUNNING):
+            return
+        was_waiting = request.state is State.WAITING
+        request.cancel_reason = reason
+        self._advance(request, Happening.CANCEL)
+        self._tell(request, self._host.notify_cancelled)
+        if was_waiting and request.ticket is not None:
+            request.model.lanes.leave(request.ticket)
+        if was_waiting or request.operation.scope is not Scope.NONE:
+            request.scope.cancel(reason=reason)
+        else:
+            # The native work goes on under this id, but its reader need not wait for it.
+            request.settle(error=self.cancelled_error(request))
+
+    @trio.lowlevel.enable_ki_protection
+    def model_failed(self, model: Model, reason: str) -> None:
+        """The model's decode loop has broken: who waits will never run (rule C11).  Who runs hears it from the loop."""
+        for request in self.of_model(model):
+            if request.state is State.WAITING and request.ticket is not None:
+                request.doom = ModelNotLoadedError(model.name, reason)
+                model.lanes.leave(request.ticket)
+                request.scope.cancel(reason=reason)
+
+    @trio.lowlevel.enable_ki_protection
+    def close(self) -> None:
+        """Take no more requests and cancel those that live."""
+        self.closed = True
+        for request in self:
+            self.cancel_request(request, "the engine was closed")
+
+    def _group(self, request: Request) -> list[Request]:
+        return [
+            other
+            for other in self._live.values()
+            if other.operation is request.operation and other.model is request.model
+        ]
+
+    @trio.lowlevel.enable_ki_protection
+    def leave(self, request: Request) -> bool:
+        """The caller leaves the block of a live request; whether it has to wait for the end (rule R3)."""
+        scope = request.operation.scope
+        if request.state is State.RUNNING and scope is Scope.MODEL:
+            request.attached = False
+            if any(other.attached for other in self._group(request)):
+                return False
+        self.cancel_request(request, "its caller left the block")
+        return scope is not Scope.NONE or request.started_at is None
+
+    def cancelled_error(self, request: Request) -> InferenceCancelledError:
+        """Rule C6: what the request had made until it was cancelled."""
+        text, tokens = request.made()
+        return InferenceCancelledError(
+            request.id, request.cancel_reason or "cancelled", text, tokens, collect_stats(request)
+        )
+
+    async def wait_ended(self, request_id: str) -> None:
+        """Return when no live request has this id."""
+        request = self._live.get(request_id)
+        if request is None:
+            await trio.lowlevel.checkpoint()
+            return
+        inside: Request | None = _current.get()
+        while inside is not None:
+            if inside is request:
+                raise InvalidRequestError(f"the handler of request {request_id!r} cannot await its own end")
+            inside = inside.parent
+        await request.ended.wait()
+
+    async def wait_none(self, model: Model | None = None) -> None:
+        """Return when no request lives (on ``model``)."""
+        while any(model is None or request.model is model for request in self._live.values()):
+            await self._ends.park()
+
+    # Small things.
+
+    def _tell(self, request: Request, notify: Callable[[RequestRecord], None]) -> None:
+        if self._host.observed:
+            notify(self.record(request))
+
+    def record(self, request: Request) -> RequestRecord:
+        """The request as observers see it."""
+        return RequestRecord(
+            request_id=request.id,
+            kind=request.kind,
+            model=request.model.name,
+            state=request.state.value,
+            ticket=None if request.ticket is None else request.ticket.number,
+            lane=request.operation.lane_group,
+            weight=request.prepared.weight,
+            queued_at=request.arrived_at,
+            started_at=request.started_at,
+            ended_at=request.ended_at,
+            error=None if request.error is None else f"{type(request.error).__name__}: {request.error}",
+        )
+
+    def _advance(self, request: Request, happening: Happening) -> None:
+        before = request.state
+        request.state = advance(before, happening)
+        log.info(
+            "request=%s kind=%s model=%s from=%s to=%s",
+            request.id,
+            request.kind,
+            request.model.name,
+            before.value,
+            request.state.value,
+        )
+
+    def _take_armed(self, request_id: str, now: float) -> bool:
+        self._forget_old(now)
+        return self._armed.pop(request_id, None) is not None
+
+    def _remember_end(self, request_id: str, now: float) -> None:
+        self._forget_old(now)
+        self._ended[request_id] = now
+        self._ended.move_to_end(request_id)
+
+    def _forget_old(self, now: float) -> None:
+        for remembered in (self._armed, self._ended):
+            while remembered:
+                oldest, when = next(iter(remembered.items()))
+                if now - when < REMEMBERED_SECONDS:
+                    break
+                del remembered[oldest]
+
+
+@trio.lowlevel.disable_ki_protection
+async def _unprotected(handler: Callable[..., Any], context: Context, prepared: Prepared) -> Any:
+    return await handler(context, prepared)
+
+
+def _only_cancelled(error: BaseException) -> bool:
+    """Whether nothing in ``error`` is for the whole program, as KeyboardInterrupt and SystemExit are."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_only_cancelled(leaf) for leaf in error.exceptions)
+    return isinstance(error, (trio.Cancelled, Exception))

@@ -1,0 +1,111 @@
+"""One request between its arrival and the end of its teardown: the record that registry, context and run share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from laneway._lifecycle import State
+from laneway._outbox import PAUSE_AT, Outbox
+
+if TYPE_CHECKING:
+    from laneway._admission import Ticket
+    from laneway._declarations import Operation, Prepared
+    from laneway._model import Model
+    from laneway._tokens import Tokens
+
+
+@attrs.define(eq=False, kw_only=True)
+class Request:
+    """Mutable, known by identity.  Times (``arrived_at`` and the like) are of Trio's clock."""
+
+    id: str
+    operation: Operation
+    model: Model
+    prepared: Prepared
+    arrived_at: float
+    parent: Request | None
+    queue_timeout: float | None
+    number: int
+    """Arrival order in the engine: what the scheduler is fair by (rule A15)."""
+    outbox: Outbox
+    pausing: bool = False
+    """Opened with ``backpressure='pause'``."""
+    ticket: Ticket | None = None
+    state: State = State.NEW
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    attached: bool = True
+    """False once the caller has left a request that goes on without it (rule C1)."""
+    cancel_reason: str | None = None
+    doom: Exception | None = None
+    """What a waiter ends with whose model has failed."""
+    started_at: float | None = None
+    ended_at: float | None = None
+    paused_at: float | None = None
+    stall_timeout: float = math.inf
+    stall_scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    streams: list[Tokens] = attrs.field(factory=list)
+    result: Any = None
+    error: Exception | None = None
+    turned: trio.Event = attrs.field(factory=trio.Event)
+    """The wait is over: admitted, or ended without that."""
+    settled: trio.Event = attrs.field(factory=trio.Event)
+    """The outcome is known."""
+    ended: trio.Event = attrs.field(factory=trio.Event)
+    """Teardown has ended, permit and id are free."""
+    readable: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot)
+    writable: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot)
+
+    @property
+    def kind(self) -> str:
+        """The operation's kind."""
+        return self.operation.kind
+
+    def put(self, event: object) -> None:
+        """Hand an event to the reader; at a full outbox (opt-in), pause what feeds it."""
+        self.outbox.put(event)
+        self.readable.unpark()
+        if self.paused_at is None and self.outbox.full:
+            self.paused_at = trio.current_time()
+            self.stall_scope.deadline = self.paused_at + self.stall_timeout
+            for tokens in self.streams:
+                tokens.pause()
+
+    def get(self) -> object:
+        """Take an event for the reader; raises :class:`IndexError` if there is none."""
+        event = self.outbox.get()
+        # Half empty, not merely below full: a pause and a resume for each token would cost more than they hold back.
+        if self.paused_at is not None and len(self.outbox) <= PAUSE_AT // 2:
+            self.unpause()
+        return event
+
+    def discard(self) -> None:
+        """The reader wants no events any more."""
+        self.outbox.discard()
+        self.unpause()
+
+    def unpause(self) -> None:
+        """Let paused streams go on."""
+        if self.paused_at is not None:
+            self.paused_at = None
+            self.stall_scope.deadline = math.inf
+            for tokens in self.streams:
+                tokens.resume()
+        self.writable.unpark_all()
+
+    def settle(self, *, result: Any = None, error: Exception | None = None) -> None:
+        """Make the outcome known to the reader, once; a later one is dropped (scope ``none``, rule C1)."""
+        if not self.settled.is_set():
+            self.result = result
+            self.error = error
+            self.settled.set()
+            self.turned.set()
+            self.readable.unpark_all()
+
+    def made(self) -> tuple[str, tuple[int, ...]]:
+        """Text and tokens of all sequences so far, in the order in which they were asked for."""
+        text = "".join(tokens.text for tokens in self.streams)
+        return text, tuple(token for tokens in self.streams for token in tokens.sequence.output)

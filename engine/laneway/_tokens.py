@@ -1,0 +1,213 @@
+"""The answer to one prompt while it is being made: what ``ctx.generate`` hands to a handler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, Self
+
+import attrs
+import trio
+
+from laneway._events import Stats, StopReason, TextDelta, TokenLogprob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from laneway._scheduler import Output, Sequence
+
+
+@attrs.frozen
+class Answer:
+    """A finished answer: its text (rule S1), its tokens without the end token, why it ended, and its figures."""
+
+    text: str
+    tokens: tuple[int, ...]
+    stop_reason: StopReason
+    stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LoopHandle(Protocol):
+    """What a :class:`Tokens` needs of the decode loop that feeds it."""
+
+    def add(self, tokens: Tokens) -> None:
+        """Let the sequence join at the next step."""
+
+    def remove(self, tokens: Tokens) -> None:
+        """Let the sequence leave at the next step."""
+
+    def pause(self, tokens: Tokens) -> None:
+        """Keep the slot, decode nothing."""
+
+    def resume(self, tokens: Tokens) -> None:
+        """Undo :meth:`pause`."""
+
+
+class Owner(Protocol):
+    """The request that a sequence belongs to."""
+
+    arrived_at: float
+    paused_at: float | None
+    streams: list[Tokens]
+
+
+class Tokens:
+    """One sequence's output, for one reader.
+
+    Iterate for :class:`TextDelta` events as they come (unread ones merge), or await :meth:`finish` for the whole.
+    With a ``deliver`` callback the deltas go there instead, from the decode loop's own task, and iterating gives none:
+    that saves a task switch a token.  The callback must be quick and must not raise; if it raises, the error ends this
+    sequence.
+    """
+
+    def __init__(
+        self,
+        loop: LoopHandle,
+        sequence: Sequence,
+        owner: Owner,
+        deliver: Callable[[TextDelta], None] | None = None,
+    ) -> None:
+        self.sequence = sequence
+        self.leaving = False
+        self.freed = trio.Event()
+        """Set when the slot is free again, or was never given."""
+        self.first_chunk_at: float | None = None
+        self._loop = loop
+        self._deliver = deliver
+        self._owner = owner
+        self._first_token_at: float | None = None
+        self._last_token_at: float | None = None
+        self._parts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._unread: TextDelta | None = None
+        self._reason: StopReason | None = None
+        self._error: Exception | None = None
+        self._ended = trio.Event()
+        self._reader = trio.lowlevel.ParkingLot()
+
+    def __repr__(self) -> str:
+        state = self._reason or ("failed" if self._error else self.sequence.state.name.lower())
+        return f"<laneway.Tokens {state}, {len(self.sequence.output)} tokens>"
+
+    async def __aenter__(self) -> Self:
+        self._loop.add(self)
+        self._owner.streams.append(self)
+        if self._owner.paused_at is not None:
+            self.pause()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.drop()
+        with trio.CancelScope(shield=True):
+            await self.freed.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        while self._unread is None:
+            if self._ended.is_set():
+                await trio.lowlevel.checkpoint()
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            await self._reader.park()
+        delta, self._unread = self._unread, None
+        return delta
+
+    async def finish(self) -> Answer:
+        """Wait for the end of the answer.  Raises :class:`DecodeError` or :class:`ModelNotLoadedError` if it failed."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._reason is not None
+        return Answer(self.text, tuple(self.sequence.output), self._reason, self.stats, tuple(self._logprobs))
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._parts)
+
+    @property
+    def stats(self) -> Stats:
+        """The figures so far."""
+        sequence = self.sequence
+        generated = len(sequence.output)
+        first, last = self.span or (None, None)
+        rate = None
+        if first is not None and last is not None and last > first:
+            rate = (generated - 1) / (last - first)
+        return Stats(
+            prompt_tokens=len(sequence.prompt),
+            generated_tokens=generated,
+            queue_seconds=0.0 if self.first_chunk_at is None else self.first_chunk_at - self._owner.arrived_at,
+            time_to_first_token=None if first is None else first - self._owner.arrived_at,
+            tokens_per_second=rate,
+            average_concurrent_sequences=(
+                sequence.concurrency_sum / sequence.decode_steps if sequence.decode_steps else None
+            ),
+        )
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """When the first and the last token came, by Trio's clock."""
+        if self._first_token_at is None or self._last_token_at is None:
+            return None
+        return self._first_token_at, self._last_token_at
+
+    def drop(self) -> None:
+        """Let the sequence leave; :attr:`freed` tells when its slot is free."""
+        self._loop.remove(self)
+
+    def pause(self) -> None:
+        """Decode no more of this sequence until :meth:`resume`; it keeps its slot."""
+        self._loop.pause(self)
+
+    def resume(self) -> None:
+        """Undo :meth:`pause`."""
+        self._loop.resume(self)
+
+    # The decode loop's side.
+
+    @property
+    def ended(self) -> bool:
+        """Whether the outcome is known."""
+        return self._ended.is_set()
+
+    def receive(self, output: Output, now: float) -> None:
+        """Take one step's output, ``now`` being when its token came."""
+        if self._ended.is_set():
+            return
+        if self._first_token_at is None:
+            self._first_token_at = now
+        self._last_token_at = now
+        if output.text or output.logprob is not None:
+            self._push(output)
+        if output.finish_reason is not None:
+            self._reason = output.finish_reason
+            self._end()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless the outcome is known already."""
+        if not self._ended.is_set():
+            self._error = error
+            self._end()
+
+    def _push(self, output: Output) -> None:
+        delta = TextDelta(output.text, () if output.logprob is None else (output.logprob,))
+        self._parts.append(output.text)
+        self._logprobs.extend(delta.logprobs)
+        if self._deliver is not None:
+            self._deliver(delta)
+            return
+        self._unread = delta if self._unread is None else self._unread.merge(delta)
+        self._reader.unpark()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._reader.unpark_all()

@@ -1,0 +1,260 @@
+"""What the engine asks of a decoder backend.
+
+A backend holds the token memory (KV cells) of a fixed number of *slots*.  The decode loop of a model is its only
+user: every call but :meth:`Decoder.interrupt` comes from one Trio task, and none comes while a step is under way.
+``laneway_native.LlamaDecoder`` and ``laneway.testing.ScriptedDecoder`` implement this protocol; a backend of your own
+needs nothing else from the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import attrs
+
+# What a backend raises: re-exported, so that this module is all a backend needs to know.
+from laneway._errors import DecodeError as DecodeError
+from laneway._errors import InvalidRequestError as InvalidRequestError
+from laneway._errors import ModelLoadError as ModelLoadError
+from laneway._events import TokenLogprob as TokenLogprob
+from laneway.validators import number, of_type, optional, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+__all__ = [
+    "BatchPolicy",
+    "Chunk",
+    "DecodeError",
+    "Decoder",
+    "InvalidRequestError",
+    "ModelLoadError",
+    "Sampling",
+    "StepBatch",
+    "StepInterrupted",
+    "StepResult",
+    "TokenLogprob",
+    "Tokenizer",
+]
+
+
+class StepInterrupted(Exception):  # noqa: N818 - an outcome that was asked for, not an error
+    """A step was stopped by :meth:`Decoder.interrupt`: no token came of it, its sequences must be dropped."""
+
+
+def _bias_pairs(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        out = {_token_id(token): float(bias) for token, bias in pairs}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"must map token ids to numbers: {error}", "logit_bias") from None
+    if any(math.isnan(bias) or bias == math.inf for bias in out.values()):
+        raise InvalidRequestError("a bias is a finite number, or -inf to forbid the token", "logit_bias")
+    return tuple(sorted(out.items()))
+
+
+def _token_id(value: object) -> int:
+    # JSON knows only string keys, so the field's usual clients send "123".
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{value!r} is no token id")
+    return int(value)
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How the next token is picked.  Names follow the OpenAI API, the rest of the field's names elsewhere.
+
+    The order: ``logit_bias``; ``repeat_penalty`` (over prompt and answer; a positive logit is divided by it, a negative
+    one multiplied, as in the CTRL paper, arXiv:1909.05858), ``frequency_penalty`` times the count and
+    ``presence_penalty`` (over the answer alone); then, at ``temperature`` 0, the largest logit, the lowest id among
+    equals; else the logits are divided by ``temperature`` and cut by ``top_k``, ``top_p`` (nucleus, arXiv:1904.09751)
+    and ``min_p`` (arXiv:2407.01082), in that order, and one token is drawn.  A ``grammar`` (GBNF) forbids what it does
+    not derive.  ``logprobs`` are of the model's own distribution, before all of this.
+
+    Raises :class:`InvalidRequestError` when made with a value out of range.
+    """
+
+    temperature: float = attrs.field(default=0.8, validator=number(0.0, 100.0))
+    top_k: int = attrs.field(default=40, validator=whole(0, 2**31 - 1))
+    """0 keeps all."""
+    top_p: float = attrs.field(default=0.95, validator=number(0.0, 1.0))
+    min_p: float = attrs.field(default=0.05, validator=number(0.0, 1.0))
+    seed: int | None = attrs.field(default=None, validator=optional(whole(0, 2**64 - 1)))
+    """None draws one; the same seed gives the same tokens for the same schedule."""
+    frequency_penalty: float = attrs.field(default=0.0, validator=number(-2.0, 2.0))
+    presence_penalty: float = attrs.field(default=0.0, validator=number(-2.0, 2.0))
+    repeat_penalty: float = attrs.field(default=1.0, validator=number(0.01, 10.0))
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_bias_pairs)
+    logprobs: bool = attrs.field(default=False, validator=of_type(bool))
+    top_logprobs: int = attrs.field(default=0, validator=whole(0, 20))
+    grammar: str | None = attrs.field(default=None, validator=optional(of_type(str)))
+
+
+@attrs.frozen(kw_only=True)
+class BatchPolicy:
+    """How a backend wants its batches, and its numbers: the one place where the scheduler looks them up.
+
+    ``contiguous``: a step is fast only if the slots of its decoding sequences are consecutive, so holes are filled by
+    moving the last one (split KV).  ``chunk_target`` is the time, in seconds, that one prefill chunk may take while
+    others decode; ``idle_chunk_target`` the time while nobody does.  Chunk sizes, in tokens, are multiples of
+    ``chunk_quantum`` between ``chunk_min`` and ``chunk_max``; ``chunk_probe`` is the first one, before any was timed.
+    """
+
+    contiguous: bool = False
+    unified_kv: bool = True
+    flash_attention: bool = True
+    chunk_target: float = 0.1
+    idle_chunk_target: float = 0.4
+    chunk_quantum: int = 16
+    chunk_min: int = 16
+    chunk_max: int = 512
+    chunk_probe: int = 32
+
+    def choose_slot(self, free: Collection[int]) -> int:
+        """The slot for a new sequence: the lowest, so that the slots in use stay close together."""
+        return min(free)
+
+    def fill_holes(self, taken: Collection[int]) -> list[tuple[int, int]]:
+        """Moves ``(from, to)`` that make the taken slots consecutive from 0; none where holes cost nothing."""
+        if not self.contiguous:
+            return []
+        holes = sorted(set(range(len(taken))).difference(taken))
+        beyond = sorted((slot for slot in taken if slot >= len(taken)), reverse=True)
+        return list(zip(beyond, holes, strict=True))
+
+    def chunk_size(self, remaining: int, rate: float | None, streams: int) -> int:
+        """Tokens of the next prefill chunk.
+
+        ``remaining`` is what the prompt still lacks, ``rate`` the last measured prefill speed in tokens a second (None
+        before the first chunk), ``streams`` how many sequences are decoding and wait meanwhile.
+        """
+        if rate is None:
+            size = float(self.chunk_probe)
+        else:
+            size = rate * (self.chunk_target if streams else self.idle_chunk_target)
+        size = min(max(size, self.chunk_min), self.chunk_max)
+        return min(remaining, max(self.chunk_quantum, int(size) // self.chunk_quantum * self.chunk_quantum))
+
+
+@attrs.frozen
+class Chunk:
+    """One sequence's part of a step: ``tokens`` go into ``slot`` at ``position`` (of the first of them).
+
+    ``sample`` asks for the token after the last of them.
+    """
+
+    slot: int
+    position: int
+    tokens: Sequence[int]
+    sample: bool
+
+
+@attrs.frozen
+class StepBatch:
+    """One native call: either one decode token of each of several slots, or one chunk of one prompt.
+
+    ``moves`` come first: ``(from, to)`` takes a whole sequence, sampler included, to an empty slot.  Chunks are in
+    ascending order of their slots after the moves.
+    """
+
+    chunks: tuple[Chunk, ...]
+    moves: tuple[tuple[int, int], ...] = ()
+
+
+@attrs.frozen
+class StepResult:
+    """What a step gave: the sampled token of each slot that asked for one, and the seconds that the step took."""
+
+    tokens: Mapping[int, int]
+    seconds: float
+    logprobs: Mapping[int, TokenLogprob] = attrs.field(factory=dict)
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to tokens and back.  May be used from any thread, beside a step."""
+
+    @property
+    def size(self) -> int:
+        """Entries of the vocabulary; token ids are below it."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's jinja2 template for chats, or None if it has none."""
+
+    def special_text(self, name: str) -> str:
+        """The text of the special token ``bos`` or ``eos``, as chat templates want it; empty if there is none."""
+
+    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+        """Tokens of ``text``.
+
+        ``bos``: begin with what the model wants at a beginning; ``special``: read the text of special tokens as such.
+        """
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that ``token`` stands for in an answer: maybe half a character, empty for special tokens."""
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """Token memory and the step.  See the module's text for who may call what, when."""
+
+    @property
+    def slots(self) -> int:
+        """Sequences that can be held at once, numbered from 0."""
+
+    @property
+    def window(self) -> int:
+        """Tokens that one slot is promised to hold."""
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """How batches should look."""
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise :class:`InvalidRequestError` if this backend cannot sample so.
+
+        A token id may be beyond the vocabulary, a grammar may not parse.  May come at any time.
+        """
+
+    def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
+        """Take an empty slot into use: its sampler begins anew and has seen ``prompt``."""
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot's cells and sampler.  Dropping an empty slot does nothing."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give ``target``, an empty slot, the first ``length`` cells of ``source``.
+
+        Raises :class:`DecodeError` where the backend cannot share prefixes.
+        """
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        """Decode the batch and sample.  Never returns before the backend has stopped touching its memory.
+
+        Raises :class:`StepInterrupted` after :meth:`interrupt`, :class:`DecodeError` for a failure.  Cancelling the
+        awaiting task does not end it early.
+        """
+
+    def interrupt(self) -> None:
+        """Stop the step under way, if there is one, as soon as can be.  Safe from any thread."""
+
+    async def save(self, slot: int) -> bytes:
+        """The whole state of a slot's cells, as bytes that :meth:`load` takes."""
+
+    async def load(self, slot: int, state: bytes) -> None:
+        """Fill an empty slot from :meth:`save`'s bytes.
+
+        Raises :class:`DecodeError` if they do not fit, the slot then being empty.
+        """
+
+    async def aclose(self) -> None:
+        """Free everything.  Called once, after the last step."""

@@ -1,0 +1,56 @@
+"""attrs validators for request classes: what they refuse, they refuse with :class:`InvalidRequestError`.
+
+A bool is no number, NaN is no number, a number is no string: what a caller got wrong is told by name, never guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from laneway._errors import InvalidRequestError
+
+__all__ = ["Validator", "number", "of_type", "optional", "whole"]
+
+Validator = Callable[[Any, Any, Any], None]
+"""What ``attrs.field(validator=...)`` takes: called with the instance, the attribute and the value."""
+
+
+def number(low: float, high: float) -> Validator:
+    """An int or float from ``low`` to ``high``, both included."""
+    return _range("a number", (int, float), low, high)
+
+
+def whole(low: int, high: int) -> Validator:
+    """An int from ``low`` to ``high``, both included."""
+    return _range("an integer", (int,), low, high)
+
+
+def of_type(*types: type[Any]) -> Validator:
+    """An instance of one of ``types``; a bool counts as a bool only."""
+
+    def check(instance: Any, attribute: Any, value: Any) -> None:
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wanted = " or ".join(wanted.__name__ for wanted in types)
+            raise InvalidRequestError(f"must be {wanted}, not {value!r}", attribute.name)
+
+    return check
+
+
+def optional(validator: Validator) -> Validator:
+    """None, or what ``validator`` takes."""
+
+    def check(instance: Any, attribute: Any, value: Any) -> None:
+        if value is not None:
+            validator(instance, attribute, value)
+
+    return check
+
+
+def _range(noun: str, types: tuple[type[Any], ...], low: float, high: float) -> Validator:
+    def check(instance: Any, attribute: Any, value: Any) -> None:
+        # `not low <= value` rather than `value < low`: every comparison with NaN is false.
+        if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
+            raise InvalidRequestError(f"must be {noun} from {low:g} to {high:g}, not {value!r}", attribute.name)
+
+    return check
