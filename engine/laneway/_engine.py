@@ -20,7 +20,7 @@ import attrs
 import trio
 
 from laneway._admission import check_parallel, normalise_cap
-from laneway._declarations import Overflow
+from laneway._declarations import Overflow, Prepared
 from laneway._errors import (
     EngineClosedError,
     InvalidRequestError,
@@ -36,7 +36,7 @@ from laneway._sources import parse_source
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
@@ -77,9 +77,10 @@ class _OpenEngine:
         self._nursery = await self._manager.__aenter__()
         try:
             self._stop_requests, self._stop_services = trio.Event(), trio.Event()
-            services = await self._nursery.start(_host_nursery, self._stop_services, True)
-            requests = await self._nursery.start(_host_nursery, self._stop_requests, False)
-            self._engine = Engine(host, services, requests, self._cache_dir, self._on_fatal)
+            registry = Registry(host, self._on_fatal)
+            services = await self._nursery.start(_host_nursery, self._stop_services)
+            registry.nursery = await self._nursery.start(_host_nursery, self._stop_requests, registry.shut)
+            self._engine = Engine(host, registry, services, self._cache_dir)
         except BaseException as error:
             await self._manager.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -105,13 +106,22 @@ class _OpenEngine:
 
 
 async def _host_nursery(
-    stop: trio.Event, shield: bool, task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED
+    stop: trio.Event,
+    on_cancelled: Callable[[], None] | None = None,
+    task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED,
 ) -> None:
+    """Keep a nursery open until ``stop``; without ``on_cancelled`` it is shielded from the program's own cancel."""
     try:
-        with trio.CancelScope(shield=shield):
+        with trio.CancelScope(shield=on_cancelled is None):
             async with trio.open_nursery() as nursery:
                 task_status.started(nursery)
-                await stop.wait()
+                try:
+                    await stop.wait()
+                except trio.Cancelled:
+                    # Before the nursery closes: a request that comes from now on finds a closed engine.
+                    assert on_cancelled is not None
+                    on_cancelled()
+                    raise
     except* trio.Cancelled:
         # The block around it sees its own Cancelled; one from here would reach it wrapped in a group.
         pass
@@ -121,15 +131,13 @@ async def _host_nursery(
 class Engine:
     """Models and the requests that run on them.  Made by :func:`open_engine` alone."""
 
-    def __init__(
-        self, host: PluginHost, services: trio.Nursery, requests: trio.Nursery, cache_dir: Any, on_fatal: Any
-    ) -> None:
+    def __init__(self, host: PluginHost, registry: Registry, services: trio.Nursery, cache_dir: Any) -> None:
         self._host = host
+        self._registry = registry
         self._services = services
         self._cache_dir = cache_dir
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
-        self._registry = Registry(host, requests, on_fatal)
 
     def __repr__(self) -> str:
         state = "closed" if self._registry.closed else f"{len(self._models)} models"
@@ -257,8 +265,7 @@ class Engine:
     def _begin_unload(self, model: Model, reason: str) -> None:
         if not model.close_door(reason):
             return
-        for request in self._registry.of_model(model):
-            self._registry.cancel_request(request, f"model {model.name!r} was unloaded")
+        self._registry.cancel_many(self._registry.of_model(model), f"model {model.name!r} was unloaded")
         self._services.start_soon(self._unload, model, name=f"laneway unload {model.name}")
 
     async def _unload(self, model: Model) -> None:
@@ -311,7 +318,9 @@ class Engine:
         if not isinstance(opening.request, operation.request_type):
             wanted, got = operation.request_type.__name__, type(opening.request).__name__
             raise InvalidRequestError(f"a {operation.kind} request is a {wanted}, not {got}", "request")
-        prepared = await operation.prepare(model, opening.request)
+        prepared = await _unprotected(operation.prepare, model, opening.request)
+        if not isinstance(prepared, Prepared):
+            raise TypeError(f"the prepare of {operation.kind} requests must return a Prepared, not {prepared!r}")
         return self._registry.admit(
             operation,
             model,
@@ -335,12 +344,14 @@ class Engine:
         self, *, model: Model | None = None, kind: str | None = None, reason: str = "cancelled with others"
     ) -> int:
         """Cancel the live requests on ``model`` and of ``kind``, None meaning any, and return how many those are."""
-        reached = 0
-        for request in self._registry:
-            if (model is None or request.model is model) and (kind is None or request.kind == kind):
-                self._registry.cancel_request(request, reason)
-                reached += 1
-        return reached
+        return self._registry.cancel_many(
+            (
+                request
+                for request in self._registry
+                if (model is None or request.model is model) and (kind is None or request.kind == kind)
+            ),
+            reason,
+        )
 
     async def wait_ended(self, request_id: str) -> None:
         """Wait until no live request has this id: its teardown is over and its slot is really free (rule C4).
@@ -453,6 +464,8 @@ class _OpenRun:
         self.backpressure = backpressure
         self._entered = False
 
+    # KeyboardInterrupt is held off, but for the plugin's prepare: a request that has arrived must reach its block.
+    @trio.lowlevel.enable_ki_protection
     async def __aenter__(self) -> Run:
         if self._entered:
             raise RuntimeError("a run can be entered once: call engine.run() again for another request")
@@ -477,6 +490,11 @@ class _OpenRun:
             raise failure
         if error is not failure:
             log.error("request %r failed as well, beside %r: %s", self._live.id, error, failure)
+
+
+@trio.lowlevel.disable_ki_protection
+async def _unprotected(prepare: Callable[[Model, Any], Awaitable[Any]], model: Model, request: Any) -> Any:
+    return await prepare(model, request)
 
 
 def _check_queue(queue_limit: Any, queue_timeout: Any) -> None:

@@ -33,7 +33,7 @@ from laneway._request import Request
 from laneway._run import collect_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from laneway._admission import Ticket
     from laneway._declarations import Operation, Prepared
@@ -53,10 +53,11 @@ _current: ContextVar[Request | None] = ContextVar("laneway_current_request", def
 class Registry:
     """All live requests of one engine."""
 
-    def __init__(self, host: PluginHost, nursery: trio.Nursery, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(self, host: PluginHost, on_fatal: Callable[[BaseException], None]) -> None:
         self.closed = False
+        self.nursery: trio.Nursery
+        """Where the requests' tasks live; set once, by the engine."""
         self._host = host
-        self._nursery = nursery
         self._on_fatal = on_fatal
         self._live: dict[str, Request] = {}
         self._by_ticket: dict[Ticket, Request] = {}
@@ -129,7 +130,7 @@ class Registry:
         self._tell(request, self._host.notify_queued)
         if request.ticket is None or request.ticket.state is TicketState.RUNNING:
             self._start(request)
-        self._nursery.start_soon(self._serve, request, name=f"laneway request {request.id}")
+        self.nursery.start_soon(self._serve, request, name=f"laneway request {request.id}")
         return request
 
     def _take_ticket(self, request: Request, overflow: Overflow, cap: float | None) -> None:
@@ -223,7 +224,10 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def granted(self, ticket: Ticket) -> None:
         """A waiter has got its permit; its task is being woken."""
-        self._start(self._by_ticket[ticket])
+        request = self._by_ticket[ticket]
+        # An observer of an earlier grant may have cancelled it meanwhile.
+        if request.state is State.WAITING:
+            self._start(request)
 
     def _start(self, request: Request) -> None:
         self._advance(request, Happening.ADMIT)
@@ -240,7 +244,7 @@ class Registry:
         timeout = request.model.stall_timeout
         if request.pausing and timeout is not None:
             request.stall_timeout = timeout
-            self._nursery.start_soon(self._end_if_stalled, request)
+            self.nursery.start_soon(self._end_if_stalled, request)
 
     async def _end_if_stalled(self, request: Request) -> None:
         # The scope's deadline is set while the run is paused, and taken back when it goes on.
@@ -342,11 +346,22 @@ class Registry:
                 request.scope.cancel(reason=reason)
 
     @trio.lowlevel.enable_ki_protection
+    def cancel_many(self, requests: Iterable[Request], reason: str) -> int:
+        """Cancel several and return how many they are; none of them is granted a permit on account of it."""
+        chosen = list(requests)
+        # Waiters go before runners, the youngest first: nobody is let in by the leaving of somebody younger.
+        for request in sorted(chosen, key=lambda request: (request.state is not State.WAITING, -request.number)):
+            self.cancel_request(request, reason)
+        return len(chosen)
+
+    def shut(self) -> None:
+        """Take no more requests."""
+        self.closed = True
+
     def close(self) -> None:
         """Take no more requests and cancel those that live."""
-        self.closed = True
-        for request in self:
-            self.cancel_request(request, "the engine was closed")
+        self.shut()
+        self.cancel_many(self, "the engine was closed")
 
     def _group(self, request: Request) -> list[Request]:
         return [
@@ -399,6 +414,7 @@ class Registry:
 
     def record(self, request: Request) -> RequestRecord:
         """The request as observers see it."""
+        error = request.error
         return RequestRecord(
             request_id=request.id,
             kind=request.kind,
@@ -410,7 +426,7 @@ class Registry:
             queued_at=request.arrived_at,
             started_at=request.started_at,
             ended_at=request.ended_at,
-            error=None if request.error is None else f"{type(request.error).__name__}: {request.error}",
+            error=request.cancel_reason if error is None else f"{type(error).__name__}: {error}",
         )
 
     def _advance(self, request: Request, happening: Happening) -> None:

@@ -37,7 +37,7 @@ class LaneSnapshot:
 
 @attrs.frozen(kw_only=True)
 class ModelSnapshot:
-    """One model.  ``slot_waiters`` are sequences that wait for a slot; ``steps`` and what follows count since loading."""
+    """One model.  ``slot_waiters`` are sequences that wait for a slot; ``steps`` and so on count from its loading."""
 
     name: str
     state: str
