@@ -1,10 +1,14 @@
+// The C border, for C and C++.
 #pragma once
+
+#include <stddef.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-const char *laneway_llama_version(void);
+#include "llama.cdef.h"
 
 #ifdef __cplusplus
 }

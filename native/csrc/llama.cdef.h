@@ -1,1 +1,211 @@
+// What Python calls, as C declarations that cffi reads and laneway.h includes: no preprocessor in here.
+//
+// Opaque handles, flat arrays, a status and a text for what went wrong.  Every function that can fail takes a
+// laneway_error, returns its code and never throws.  A decoder belongs to one thread at a time; only
+// laneway_decoder_interrupt may come from another.  A model may be read from many threads.
+
+enum laneway_status {
+    LANEWAY_OK = 0,
+    // What llama_decode answers; the rest of its negative codes pass through as LANEWAY_DECODE_FAILED.
+    LANEWAY_CELLS_FULL = 1,
+    LANEWAY_INTERRUPTED = 2,
+    LANEWAY_BAD_BATCH = -1,
+    LANEWAY_DECODE_FAILED = -2,
+    // Ours.
+    LANEWAY_BAD_ARGUMENT = 100,
+    LANEWAY_EXCEPTION = 101,
+    LANEWAY_OUT_OF_MEMORY = 102,
+    LANEWAY_LOAD_FAILED = 103,
+    LANEWAY_LOAD_CANCELLED = 104,
+    LANEWAY_CONTEXT_FAILED = 105,
+    LANEWAY_ADAPTER_FAILED = 106,
+    LANEWAY_BAD_GRAMMAR = 107,
+    LANEWAY_BAD_LOGITS = 108,
+    LANEWAY_NO_TOKEN = 109,
+    LANEWAY_UNSUPPORTED = 110,
+    LANEWAY_BAD_STATE = 111
+};
+
+enum { LANEWAY_TOP_LOGPROBS = 20 };
+
+typedef struct laneway_error {
+    int32_t code;
+    int32_t slot; // -1: no slot in particular
+    char text[512];
+} laneway_error;
+
+typedef struct laneway_model laneway_model;
+typedef struct laneway_decoder laneway_decoder;
+typedef struct laneway_sampler laneway_sampler;
+
+// ---- process
+
+// Starts llama.cpp once.  folder: where backends that are loaded at run time lie.
+void laneway_start(const char *folder);
 const char *laneway_llama_version(void);
+const char *laneway_llama_commit(void);
+const char *laneway_system_info(void);
+
+// llama.cpp's log lines wait in a ring until they are taken; lines below level are dropped at once.
+// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error.
+void laneway_log_level(int32_t level);
+int32_t laneway_log_waiting(void);
+// Takes the oldest line; returns its level, 0 if there is none.
+int32_t laneway_log_take(char *text, int32_t size);
+
+// ---- model
+
+// cancelled: set it to non-zero, from any thread, and the load ends soon.  progress: 0 to 1.
+// load_mode: 0 read, 1 map, -1 llama.cpp's choice.
+int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mode, const int32_t *cancelled,
+                           float *progress, laneway_model **model, laneway_error *error);
+void laneway_model_free(laneway_model *model);
+
+typedef struct laneway_model_facts {
+    uint64_t tensor_bytes;
+    uint64_t parameters;
+    int32_t vocabulary;
+    int32_t context_train;
+    int32_t embedding;
+    int32_t layers;
+    int32_t heads;
+    int32_t heads_kv;
+    int32_t window; // of sliding attention; 0: none
+    int32_t recurrent;
+    int32_t hybrid;
+    int32_t encoder;
+    int32_t decoder;
+    int32_t diffusion;
+    int32_t vocabulary_type; // 0: none
+    int32_t bos;             // -1: none
+    int32_t eos;
+    int32_t adds_bos;
+} laneway_model_facts;
+
+void laneway_model_describe(const laneway_model *model, laneway_model_facts *facts);
+// Texts belong to the model; NULL: none.
+const char *laneway_model_template(const laneway_model *model);
+const char *laneway_model_token_text(const laneway_model *model, int32_t token);
+// Writes at most size bytes and returns the bytes that there are, -1 for none.
+int32_t laneway_model_metadata_count(const laneway_model *model);
+int32_t laneway_model_metadata_key(const laneway_model *model, int32_t index, char *text, size_t size);
+int32_t laneway_model_metadata_value(const laneway_model *model, int32_t index, char *text, size_t size);
+// Which tokens end an answer: writes at most size ids, returns how many there are.
+int32_t laneway_model_end_tokens(const laneway_model *model, int32_t *tokens, int32_t size);
+
+// count: how many there are, which may be more than size; then only the first size were written, or none.
+int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,
+                         int32_t *tokens, int32_t size, int32_t *count, laneway_error *error);
+int32_t laneway_piece(const laneway_model *model, int32_t token, int32_t special,
+                      char *text, int32_t size, int32_t *count, laneway_error *error);
+int32_t laneway_detokenize(const laneway_model *model, const int32_t *tokens, int32_t tokens_count, int32_t special,
+                           char *text, int32_t size, int32_t *count, laneway_error *error);
+
+// ---- sampling
+
+typedef struct laneway_sampling {
+    double temperature;
+    double top_p;
+    double min_p;
+    double repeat_penalty;
+    double frequency_penalty;
+    double presence_penalty;
+    uint64_t seed;
+    int32_t top_k;
+    int32_t logprobs;     // 0: none wanted
+    int32_t top_logprobs; // at most LANEWAY_TOP_LOGPROBS
+    int32_t bias_count;
+    const int32_t *bias_tokens;
+    const float *bias_values;
+    const char *grammar; // NULL: none
+} laneway_sampling;
+
+typedef struct laneway_choice {
+    int32_t token; // -1: none was asked for
+    int32_t top_count;
+    float logprob;
+    int32_t top_tokens[LANEWAY_TOP_LOGPROBS];
+    float top_logprobs[LANEWAY_TOP_LOGPROBS];
+} laneway_choice;
+
+// A sampler on its own.  model: NULL if there is no grammar.
+int32_t laneway_sampler_new(const laneway_model *model, const laneway_sampling *sampling, const int32_t *prompt,
+                            int32_t prompt_count, laneway_sampler **sampler, laneway_error *error);
+void laneway_sampler_free(laneway_sampler *sampler);
+// Changes logits in place.
+int32_t laneway_sampler_pick(laneway_sampler *sampler, float *logits, int32_t count, laneway_choice *choice,
+                             laneway_error *error);
+
+// ---- decoder
+
+typedef struct laneway_adapter {
+    const char *path;
+    float scale;
+} laneway_adapter;
+
+typedef struct laneway_options {
+    uint32_t context;  // cells, all slots together
+    uint32_t batch;    // tokens of one step, at most
+    int32_t slots;
+    int32_t threads;
+    int32_t poll;      // 0: threads sleep when there is no work, 100: they spin
+    int32_t type_k;    // ggml's numbers
+    int32_t type_v;
+    int32_t unified;
+    int32_t flash_attention;
+    int32_t whole_window; // sliding-window layers keep all cells
+    float rope_base;      // 0: the model's own
+    float rope_scale;
+    int32_t adapters_count;
+    const laneway_adapter *adapters;
+} laneway_options;
+
+int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options, laneway_decoder **decoder,
+                            laneway_error *error);
+void laneway_decoder_free(laneway_decoder *decoder);
+
+typedef struct laneway_decoder_facts {
+    uint32_t context;
+    uint32_t slot_cells;
+    uint32_t batch;
+} laneway_decoder_facts;
+
+void laneway_decoder_describe(const laneway_decoder *decoder, laneway_decoder_facts *facts);
+
+int32_t laneway_decoder_open(laneway_decoder *decoder, int32_t slot, const laneway_sampling *sampling,
+                             const int32_t *prompt, int32_t prompt_count, laneway_error *error);
+int32_t laneway_decoder_drop(laneway_decoder *decoder, int32_t slot, laneway_error *error);
+int32_t laneway_decoder_copy(laneway_decoder *decoder, int32_t source, int32_t target, int32_t length,
+                             laneway_error *error);
+// Cells of a slot: the position after the last one, 0 if it is empty.
+int32_t laneway_decoder_length(const laneway_decoder *decoder, int32_t slot);
+int32_t laneway_decoder_is_open(const laneway_decoder *decoder, int32_t slot);
+
+// One step: the moves, then one batch, then one sample for each chunk that asks.  choices has chunks entries.
+// tokens holds the chunks' tokens one after the other.
+typedef struct laneway_batch {
+    int32_t chunks;
+    int32_t moves;
+    const int32_t *slots;
+    const int32_t *positions;
+    const int32_t *counts;
+    const int32_t *samples;
+    const int32_t *tokens;
+    const int32_t *moves_from;
+    const int32_t *moves_to;
+    int32_t *picked;         // chunks entries: the token, -1 where none was asked for
+    laneway_choice *choices; // chunks entries, filled only where log-probabilities were asked for
+    double seconds;
+} laneway_batch;
+
+int32_t laneway_decoder_step(laneway_decoder *decoder, laneway_batch *batch, laneway_error *error);
+void laneway_decoder_interrupt(laneway_decoder *decoder);
+// Forgets an interrupt that came when no step was under way.
+void laneway_decoder_arm(laneway_decoder *decoder);
+
+// A slot's cells as bytes.  size: 0 for an empty slot.
+int32_t laneway_decoder_state_size(laneway_decoder *decoder, int32_t slot, size_t *size, laneway_error *error);
+int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, uint8_t *bytes, size_t size,
+                                  laneway_error *error);
+int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const uint8_t *bytes, size_t size,
+                                  laneway_error *error);

@@ -1,1 +1,13 @@
-"""The cffi binding to llama.cpp."""
+"""The cffi binding to llama.cpp: models, and the decoder that runs them."""
+
+from __future__ import annotations
+
+from laneway_native._decoder import LlamaDecoder as LlamaDecoder
+from laneway_native._decoder import default_threads as default_threads
+from laneway_native._gguf import GgufHeader as GgufHeader
+from laneway_native._gguf import check_gguf as check_gguf
+from laneway_native._model import Loading as Loading
+from laneway_native._model import Model as Model
+from laneway_native._model import ModelFacts as ModelFacts
+from laneway_native._model import load_model as load_model
+from laneway_native._policy import plan as plan

@@ -330,16 +330,14 @@ class _Tensor:
 @attrs.frozen
 class _File:
     data: mmap.mmap
+    """Closed already for the parts of a split file but the first."""
     version: int
     entries: dict[str, tuple[_Type, Any]]
     tensors: dict[str, _Tensor]
     table_end: int
     """Where the tensor table ends, before padding."""
     alignment: int
-
-    @property
-    def file_size(self) -> int:
-        return len(self.data)
+    file_size: int
 
     @property
     def header_size(self) -> int:
@@ -453,7 +451,7 @@ def _read(data: mmap.mmap) -> _File:
         if tensor.name in tensors:
             raise _Refused(f"tensor {tensor.name!r} is there twice")
         tensors[tensor.name] = tensor
-    return _File(data, version, entries, tensors, cursor.at, _alignment(entries))
+    return _File(data, version, entries, tensors, cursor.at, _alignment(entries), cursor.size)
 
 
 def _read_header(data: mmap.mmap) -> tuple[int, int, int]:
