@@ -1,0 +1,515 @@
+"""The decoder of GGUF models: a llama.cpp context whose slots are stepped and sampled in one native call."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from typing import TYPE_CHECKING, Self
+
+import trio
+
+from laneway.decoder import BatchPolicy, DecodeError, InvalidRequestError, ModelLoadError, Sampling, StepResult, TokenLogprob
+from laneway_native._errors import check, check_load, new_error
+from laneway_native._ffi import ffi, lib
+from laneway_native._log import follow_level
+from laneway_native._memory import KV_TYPES, Available, KvType, Need, available, context_need
+from laneway_native._policy import KvMode, plan
+from laneway_native._state import OVERHEAD, fingerprint, seal, unseal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from laneway.decoder import StepBatch
+    from laneway_native._model import Model
+
+MOST_SLOTS = 256
+"""Sequences that one llama.cpp context can hold."""
+
+_MOST_TOKENS = 512
+"""Tokens of one step, at most: more make prefill no faster."""
+
+_PAGE = 256
+"""llama.cpp rounds cells up to a multiple of this, of each slot in split mode."""
+
+_FLOAT_MAX = 3.4e38
+
+
+class LlamaDecoder:
+    """Implements :class:`laneway.decoder.Decoder` on llama.cpp.
+
+    ``model`` must stay open until this is closed.  Making one allocates its memory and reads adapters, so it blocks:
+    make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt`, any thread).
+
+    ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to 256.
+    ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long idle threads spin, 0 to 100.
+    ``kv_type``: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  ``kv_mode``: "split" or "unified"; with
+    ``flash_attention``, None leaves the choice to :func:`laneway_native.plan`.  ``chunk_target``: seconds that one
+    prefill chunk may take while others decode.  ``lora``: pairs of an adapter file and its scale.  ``rope_freq_base``
+    and ``rope_freq_scale``: 0 takes the model's own.
+
+    Raises :class:`ModelLoadError` if llama.cpp cannot make the context, or before anything is allocated if it would not
+    fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        context_size: int,
+        parallel: int,
+        threads: int | None = None,
+        poll: int = 50,
+        kv_type: str = "f16",
+        kv_mode: KvMode | None = None,
+        flash_attention: bool | None = None,
+        chunk_target: float = 0.1,
+        lora: Sequence[tuple[str | os.PathLike[str], float]] = (),
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+    ) -> None:
+        self._handle = ffi.NULL
+        self._model = model
+        source = model.path
+        _check_whole(source, "parallel", parallel, 1, MOST_SLOTS)
+        _check_whole(source, "context_size", context_size, parallel, 2**31 - 1)
+        threads = default_threads() if threads is None else threads
+        _check_whole(source, "threads", threads, 1, 512)
+        _check_whole(source, "poll", poll, 0, 100)
+        if kv_type not in KV_TYPES:
+            raise ModelLoadError(source, f"kv_type is one of {', '.join(KV_TYPES)}, not {kv_type!r}")
+        if kv_mode not in (None, "split", "unified"):
+            raise ModelLoadError(source, f"kv_mode is 'split', 'unified' or None, not {kv_mode!r}")
+        if not (isinstance(chunk_target, (int, float)) and 0 < chunk_target < math.inf):
+            raise ModelLoadError(source, f"chunk_target is a number of seconds above 0, not {chunk_target!r}")
+        self._kv = KV_TYPES[kv_type]
+        self._slots = parallel
+        self._window = context_size // parallel
+        self._threads = threads
+        self._lora = tuple((os.fspath(path), float(scale)) for path, scale in lora)
+        policy = plan(
+            slots=parallel,
+            window=self._window,
+            kv_mode=kv_mode,
+            flash_attention=flash_attention,
+            quantised_kv=self._kv.quantised,
+            chunk_target=chunk_target,
+            most_tokens=_MOST_TOKENS,
+        )
+        if self._kv.quantised and not policy.flash_attention:
+            raise ModelLoadError(source, f"kv_type {kv_type!r} needs flash attention")
+        if policy.unified_kv:
+            cells = _padded(self._window * parallel)
+        else:
+            cells = _padded(self._window) * parallel
+        self._refuse_what_does_not_fit(cells, policy)
+        self._open_native(cells, policy, poll, rope_freq_base, rope_freq_scale)
+        facts = ffi.new("laneway_decoder_facts *")
+        lib.laneway_decoder_describe(self._handle, facts)
+        if facts.slot_cells < self._window or facts.context < self._window * parallel:
+            self._free()
+            raise ModelLoadError(
+                source, f"llama.cpp made {facts.slot_cells} cells a slot, {self._window} were asked for"
+            )
+        self._batch_size = facts.batch
+        self._policy = plan(
+            slots=parallel,
+            window=self._window,
+            kv_mode="unified" if policy.unified_kv else "split",
+            flash_attention=policy.flash_attention,
+            chunk_target=chunk_target,
+            most_tokens=self._batch_size,
+        )
+        self._fingerprint = self._make_fingerprint(cells, rope_freq_base, rope_freq_scale)
+
+        # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
+        self._limiter = trio.CapacityLimiter(1)
+        self._with_logprobs: set[int] = set()
+        self._error = new_error()
+        self._step_error = new_error()
+        # Buffers of a step, filled and read again and again.
+        self._slot_ids = ffi.new("int32_t[]", parallel)
+        self._positions = ffi.new("int32_t[]", parallel)
+        self._counts = ffi.new("int32_t[]", parallel)
+        self._samples = ffi.new("int32_t[]", parallel)
+        self._tokens = ffi.new("int32_t[]", self._batch_size)
+        self._moves_from = ffi.new("int32_t[]", parallel)
+        self._moves_to = ffi.new("int32_t[]", parallel)
+        self._picked = ffi.new("int32_t[]", parallel)
+        self._choices = ffi.new("laneway_choice[]", parallel)
+        self._batch = ffi.new("laneway_batch *")
+        self._batch.slots = self._slot_ids
+        self._batch.positions = self._positions
+        self._batch.counts = self._counts
+        self._batch.samples = self._samples
+        self._batch.tokens = self._tokens
+        self._batch.moves_from = self._moves_from
+        self._batch.moves_to = self._moves_to
+        self._batch.picked = self._picked
+        self._batch.choices = self._choices
+
+    def _refuse_what_does_not_fit(self, cells: int, policy: BatchPolicy) -> None:
+        need = context_need_of(self._model, cells=cells, slots=self._slots, kv=self._kv, policy=policy)
+        problem = _shortage(need, self._model.facts.tensor_bytes, available())
+        if problem:
+            raise ModelLoadError(
+                self._model.path,
+                f"a context of {self._slots} x {self._window} tokens {problem}; "
+                "take a smaller context_size or parallel, or a smaller kv_type such as q8_0",
+            )
+
+    def _open_native(self, cells: int, policy: BatchPolicy, poll: int, rope_base: float, rope_scale: float) -> None:
+        options = ffi.new("laneway_options *")
+        options.context = cells
+        options.batch = max(_MOST_TOKENS, self._slots)
+        options.slots = self._slots
+        options.threads = self._threads
+        options.poll = poll
+        options.type_k = options.type_v = self._kv.number
+        options.unified = policy.unified_kv
+        options.flash_attention = policy.flash_attention
+        options.whole_window = 0
+        options.rope_base = rope_base
+        options.rope_scale = rope_scale
+        paths = [ffi.new("char[]", os.fsencode(path)) for path, _ in self._lora]
+        adapters = ffi.new("laneway_adapter[]", max(1, len(paths)))
+        for index, (_, scale) in enumerate(self._lora):
+            adapters[index].path = paths[index]
+            adapters[index].scale = scale
+        options.adapters_count = len(paths)
+        options.adapters = adapters
+        follow_level()
+        out = ffi.new("laneway_decoder **")
+        error = new_error()
+        check_load(lib.laneway_decoder_new(self._model.handle, options, out, error), error, self._model.path)
+        self._handle = out[0]
+
+    def _make_fingerprint(self, cells: int, rope_base: float, rope_scale: float) -> bytes:
+        header = self._model.header
+        return fingerprint(
+            header=header.sha256,
+            file_size=header.file_size,
+            adapters=tuple((_adapter_identity(path), scale) for path, scale in self._lora),
+            kv_type=self._kv.name,
+            flash_attention=self._policy.flash_attention,
+            # Cells are laid out by stream, and each slot has its own in split mode.
+            streams=1 if self._policy.unified_kv else self._slots,
+            rope=(rope_base, rope_scale),
+            window=self._window,
+            cells=cells,
+            llama_commit=ffi.string(lib.laneway_llama_commit()).decode(),
+        )
+
+    def __repr__(self) -> str:
+        mode = "unified" if self._policy.unified_kv else "split"
+        state = "" if self._handle else ", closed"
+        return f"<laneway_native.LlamaDecoder {self._slots} slots of {self._window} tokens, {mode} KV{state}>"
+
+    @property
+    def slots(self) -> int:
+        """Sequences that can be held at once."""
+        return self._slots
+
+    @property
+    def window(self) -> int:
+        """Tokens that one slot is promised to hold."""
+        return self._window
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """How batches should look."""
+        return self._policy
+
+    @property
+    def threads(self) -> int:
+        """Threads of a step, the calling one included."""
+        return self._threads
+
+    @property
+    def state_fingerprint(self) -> bytes:
+        """32 bytes that two decoders share if one can :meth:`load` what the other saved."""
+        return self._fingerprint
+
+    # Between steps: quick, from the task that owns the decoder.
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise :class:`InvalidRequestError` for a token id beyond the vocabulary or a grammar that does not parse."""
+        size = self._model.size
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < size:
+                raise InvalidRequestError(f"token {token} is not in the vocabulary of {size} entries", "logit_bias")
+        if sampling.grammar is not None:
+            native = native_sampling(sampling)
+            error = new_error()
+            out = ffi.new("laneway_sampler **")
+            check(lib.laneway_sampler_new(self._model.handle, native.struct, ffi.NULL, 0, out, error), error)
+            lib.laneway_sampler_free(out[0])
+
+    def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
+        """Give a slot without a sampler one that has seen ``prompt``.  Cells may be there from :meth:`copy` or :meth:`load`."""
+        native = native_sampling(sampling)
+        tokens = ffi.new("int32_t[]", prompt if isinstance(prompt, (list, tuple)) else list(prompt))
+        check(
+            lib.laneway_decoder_open(self.handle, slot, native.struct, tokens, len(prompt), self._error), self._error
+        )
+        if sampling.logprobs:
+            self._with_logprobs.add(slot)
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot's cells and sampler.  Dropping an empty slot does nothing."""
+        check(lib.laneway_decoder_drop(self.handle, slot, self._error), self._error)
+        self._with_logprobs.discard(slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let ``target`` share the first ``length`` cells of ``source``.
+
+        Raises :class:`DecodeError` in split KV mode, for recurrent and hybrid models, and where cells that the copy needs
+        have slid out of the model's window.
+        """
+        check(lib.laneway_decoder_copy(self.handle, source, target, length, self._error), self._error)
+
+    def length(self, slot: int) -> int:
+        """Tokens that a slot holds."""
+        length: int = lib.laneway_decoder_length(self.handle, slot)
+        return length
+
+    # The step.
+
+    async def step(self, batch: StepBatch) -> StepResult:
+        """See :meth:`laneway.decoder.Decoder.step`.  ``seconds`` are those of the native call."""
+        handle = self.handle
+        self._fill(batch)
+        # Here, not in the thread: an interrupt that comes while the thread is being woken must count.
+        lib.laneway_decoder_arm(handle)
+        with trio.CancelScope(shield=True):
+            status = await trio.to_thread.run_sync(self._step, limiter=self._limiter)
+        if batch.moves and self._with_logprobs:
+            for source, target in batch.moves:
+                if source in self._with_logprobs:
+                    self._with_logprobs.remove(source)
+                    self._with_logprobs.add(target)
+        check(status, self._step_error, sequences=len(batch.chunks))
+        return self._result(batch)
+
+    def _step(self) -> int:
+        status: int = lib.laneway_decoder_step(self._handle, self._batch, self._step_error)
+        return status
+
+    def _fill(self, batch: StepBatch) -> None:
+        chunks = batch.chunks
+        count = len(chunks)
+        tokens = [token for chunk in chunks for token in chunk.tokens] if count > 1 else chunks[0].tokens if chunks else ()
+        if count > self._slots or len(tokens) > self._batch_size or len(batch.moves) > self._slots:
+            raise DecodeError(
+                f"a step takes {self._slots} chunks and {self._batch_size} tokens at most, not {count} and {len(tokens)}"
+            )
+        try:
+            self._slot_ids[0:count] = [chunk.slot for chunk in chunks]
+            self._positions[0:count] = [chunk.position for chunk in chunks]
+            self._counts[0:count] = [len(chunk.tokens) for chunk in chunks]
+            self._samples[0:count] = [chunk.sample for chunk in chunks]
+            self._tokens[0 : len(tokens)] = tokens
+            if batch.moves:
+                self._moves_from[0 : len(batch.moves)] = [source for source, _ in batch.moves]
+                self._moves_to[0 : len(batch.moves)] = [target for _, target in batch.moves]
+        except OverflowError as error:
+            raise DecodeError(f"a number of this step is out of range: {error}") from error
+        self._batch.chunks = count
+        self._batch.moves = len(batch.moves)
+
+    def _result(self, batch: StepBatch) -> StepResult:
+        picked = ffi.unpack(self._picked, len(batch.chunks)) if batch.chunks else []
+        tokens = {chunk.slot: token for chunk, token in zip(batch.chunks, picked, strict=True) if chunk.sample}
+        if not self._with_logprobs:
+            return StepResult(tokens, self._batch.seconds)
+        logprobs = {}
+        for index, chunk in enumerate(batch.chunks):
+            if chunk.sample and chunk.slot in self._with_logprobs:
+                choice = self._choices[index]
+                top = zip(
+                    choice.top_tokens[0 : choice.top_count], choice.top_logprobs[0 : choice.top_count], strict=True
+                )
+                logprobs[chunk.slot] = TokenLogprob(choice.token, choice.logprob, tuple(top))
+        return StepResult(tokens, self._batch.seconds, logprobs)
+
+    def interrupt(self) -> None:
+        """Stop the step under way, within milliseconds.  Safe from any thread; without a step nothing happens."""
+        if self._handle:
+            lib.laneway_decoder_interrupt(self._handle)
+
+    # State.
+
+    async def save(self, slot: int) -> bytes:
+        """A slot's cells, sealed with length, checksum and fingerprint.  Raises :class:`DecodeError` if it has none."""
+        with trio.CancelScope(shield=True):
+            return await trio.to_thread.run_sync(self._save, self.handle, slot, limiter=self._limiter)
+
+    def _save(self, handle: object, slot: int) -> bytes:
+        error = new_error()
+        size = ffi.new("size_t *")
+        check(lib.laneway_decoder_state_size(handle, slot, size, error), error)
+        if size[0] == 0:
+            raise DecodeError(f"slot {slot} is empty: there is nothing to save")
+        buffer = bytearray(OVERHEAD + size[0])
+        state = ffi.from_buffer("uint8_t[]", memoryview(buffer)[OVERHEAD:])
+        check(lib.laneway_decoder_state_get(handle, slot, state, size[0], error), error)
+        seal(buffer, self._fingerprint)
+        return bytes(buffer)
+
+    async def load(self, slot: int, state: bytes) -> None:
+        """Fill a slot that holds no cells.  Raises :class:`DecodeError` if the bytes are not whole or not of this setting."""
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._load, self.handle, slot, state, limiter=self._limiter)
+
+    def _load(self, handle: object, slot: int, sealed: bytes) -> None:
+        state = unseal(sealed, self._fingerprint)
+        error = new_error()
+        check(
+            lib.laneway_decoder_state_set(handle, slot, ffi.from_buffer("uint8_t[]", state), len(state), error), error
+        )
+        if lib.laneway_decoder_length(handle, slot) > self._window:
+            check(lib.laneway_decoder_drop(handle, slot, error), error)
+            raise DecodeError(f"the saved state has more tokens than the {self._window} of a slot")
+
+    # The end.
+
+    async def aclose(self) -> None:
+        """Free the context, its threads and its adapters.  A second call does nothing."""
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._free, limiter=self._limiter)
+
+    def _free(self) -> None:
+        handle, self._handle = self._handle, ffi.NULL
+        lib.laneway_decoder_free(handle)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def handle(self) -> object:
+        """The native decoder, for this package's own use."""
+        if not self._handle:
+            raise DecodeError("the decoder is closed")
+        return self._handle
+
+
+class NativeSampling:
+    """A ``laneway_sampling`` struct and the buffers that it points to."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.struct = ffi.new("laneway_sampling *")
+        struct = self.struct
+        struct.temperature = sampling.temperature
+        struct.top_k = sampling.top_k
+        struct.top_p = sampling.top_p
+        struct.min_p = sampling.min_p
+        struct.repeat_penalty = sampling.repeat_penalty
+        struct.frequency_penalty = sampling.frequency_penalty
+        struct.presence_penalty = sampling.presence_penalty
+        struct.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        struct.logprobs = sampling.logprobs
+        struct.top_logprobs = sampling.top_logprobs
+        self._buffers: list[object] = []
+        if sampling.logit_bias:
+            tokens = ffi.new("int32_t[]", [token for token, _ in sampling.logit_bias])
+            # A finite bias stays finite as a float.
+            values = ffi.new(
+                "float[]",
+                [
+                    bias if bias == -math.inf else min(max(bias, -_FLOAT_MAX), _FLOAT_MAX)
+                    for _, bias in sampling.logit_bias
+                ],
+            )
+            struct.bias_count = len(sampling.logit_bias)
+            struct.bias_tokens = tokens
+            struct.bias_values = values
+            self._buffers += [tokens, values]
+        if sampling.grammar is not None:
+            raw = sampling.grammar.encode("utf-8", "surrogatepass")
+            if b"\0" in raw:
+                raise InvalidRequestError("has a null character in it", "grammar")
+            grammar = ffi.new("char[]", raw)
+            struct.grammar = grammar
+            self._buffers.append(grammar)
+
+
+def native_sampling(sampling: Sampling) -> NativeSampling:
+    """``sampling`` as C wants it; keep the object for as long as C looks at it."""
+    return NativeSampling(sampling)
+
+
+def default_threads() -> int:
+    """CPUs that this process may run on, one for each physical core where the system tells."""
+    try:
+        cpus = os.sched_getaffinity(0)
+    except AttributeError:  # not on this system
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in cpus:
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+                cores.add(file.read().strip())
+        except OSError:
+            return len(cpus)
+    return len(cores)
+
+
+def context_need_of(model: Model, *, cells: int, slots: int, kv: KvType, policy: BatchPolicy) -> Need:
+    """What a context of this model would allocate, at most and about."""
+    header = model.header
+    feed_forward = header.metadata.get(f"{header.architecture}.feed_forward_length", 0)
+    widths = feed_forward if isinstance(feed_forward, tuple) else (feed_forward,)
+    return context_need(
+        cells=cells,
+        kv_bytes_per_cell=header.kv_bytes_per_token(kv.bytes_per_value),
+        batch=max(_MOST_TOKENS, slots),
+        slots=slots,
+        slot_cells=cells if policy.unified_kv else cells // slots,
+        vocabulary=model.size,
+        embedding=model.facts.embedding,
+        feed_forward=max((width for width in widths if isinstance(width, int)), default=0),
+        heads=header.head_count,
+        flash_attention=policy.flash_attention,
+    )
+
+
+def _shortage(need: Need, model_bytes: int, there: Available) -> str | None:
+    if there.now is not None and need.context > there.now:
+        return f"needs about {_size(need.context)} and {_size(there.now)} of memory are free"
+    if there.total is not None and need.context + model_bytes > there.total:
+        return (
+            f"needs about {_size(need.context)} beside the model's {_size(model_bytes)}, "
+            f"and there are {_size(there.total)} of memory in all"
+        )
+    return None
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def _padded(cells: int) -> int:
+    return -(-cells // _PAGE) * _PAGE
+
+
+def _check_whole(source: str, name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ModelLoadError(source, f"{name} is an integer from {low} to {high}, not {value!r}")
+
+
+def _adapter_identity(path: str) -> tuple[str, int]:
+    import hashlib
+
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return digest.hexdigest(), size

@@ -1,0 +1,303 @@
+"""A model file that llama.cpp has loaded: its facts, and text to tokens and back."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Self
+
+import attrs
+import trio
+
+from laneway.decoder import InvalidRequestError, ModelLoadError
+from laneway_native._errors import check_load, new_error, text_of
+from laneway_native._ffi import ffi, lib
+from laneway_native._gguf import GgufHeader, check_gguf
+from laneway_native._log import follow_level
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from laneway_native._llama import ModelHandle
+
+
+class Loading:
+    """A load under way, seen from other threads: how far it is, and how to end it."""
+
+    def __init__(self) -> None:
+        self._cancelled = ffi.new("int32_t *")
+        self._progress = ffi.new("float *")
+
+    def cancel(self) -> None:
+        """Let the load end soon, with :class:`ModelLoadError`.  Safe from any thread."""
+        self._cancelled[0] = 1
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        return self._progress[0]
+
+
+@attrs.frozen(kw_only=True)
+class ModelFacts:
+    """What a model is.  Sizes are in bytes, ``window`` in tokens (0: every token is attended to)."""
+
+    architecture: str
+    tensor_bytes: int
+    parameters: int
+    vocabulary: int
+    context_train: int
+    embedding: int
+    layers: int
+    heads: int
+    heads_kv: int
+    window: int
+    recurrent: bool
+    hybrid: bool
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether a part of a sequence can be kept or copied: not so where layers carry a running state."""
+        return not self.recurrent and not self.hybrid
+
+
+class Model:
+    """Weights and vocabulary.  Implements :class:`laneway.decoder.Tokenizer`.
+
+    Any thread may use it at any time, but for :meth:`close`, which comes after the decoders of this model are closed.
+    A context manager; nothing is freed behind its back.
+    """
+
+    def __init__(self, handle: ModelHandle, path: str, header: GgufHeader) -> None:
+        self._handle = handle
+        self.path = path
+        """The file it was loaded from."""
+        self.header = header
+        """What the file says of itself."""
+        self._facts: ModelFacts | None = None
+        raw = ffi.new("laneway_model_facts *")
+        lib.laneway_model_describe(handle, raw)
+        self._size = raw.vocabulary
+        self._bos, self._eos, self._adds_bos = raw.bos, raw.eos, bool(raw.adds_bos)
+        self._pieces: list[bytes | None] = [None] * self._size
+        ends = ffi.new("int32_t[]", self._size)
+        self._end_tokens = frozenset(ends[0 : lib.laneway_model_end_tokens(handle, ends, self._size)])
+        template = lib.laneway_model_template(handle)
+        self._chat_template = ffi.string(template).decode("utf-8", "replace") if template else None
+        self.metadata = self._read_metadata()
+        """The file's scalar metadata, as text."""
+        self.facts = ModelFacts(
+            architecture=self.metadata.get("general.architecture", ""),
+            tensor_bytes=raw.tensor_bytes,
+            parameters=raw.parameters,
+            vocabulary=raw.vocabulary,
+            context_train=raw.context_train,
+            embedding=raw.embedding,
+            layers=raw.layers,
+            heads=raw.heads,
+            heads_kv=raw.heads_kv,
+            window=raw.window,
+            recurrent=bool(raw.recurrent),
+            hybrid=bool(raw.hybrid),
+        )
+        """Its size and shape."""
+        self._refuse_what_cannot_answer(raw)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int = -1,
+        use_mmap: bool | None = None,
+        loading: Loading | None = None,
+    ) -> Self:
+        """Load a GGUF file; blocks for as long as the disk takes, so call it in a worker thread (or await :func:`load_model`).
+
+        ``n_gpu_layers``: layers for the GPU, if the build has one (-1: all); ``use_mmap``: map the file (None: as
+        llama.cpp sees fit).  Raises :class:`ModelLoadError` with the reason.
+        """
+        source = os.fspath(path)
+        # Some damaged files end the process inside llama.cpp, so the header is read here first.
+        header = check_gguf(source)
+        loading = loading or Loading()
+        follow_level()
+        out = ffi.new("laneway_model **")
+        error = new_error()
+        mode = -1 if use_mmap is None else int(use_mmap)
+        status = lib.laneway_model_load(
+            os.fsencode(source), n_gpu_layers, mode, loading._cancelled, loading._progress, out, error
+        )
+        check_load(status, error, source)
+        try:
+            return cls(out[0], source, header)
+        except BaseException:
+            lib.laneway_model_free(out[0])
+            raise
+
+    def _refuse_what_cannot_answer(self, raw: object) -> None:
+        facts = ffi.cast("laneway_model_facts *", raw)
+        if facts.encoder or not facts.decoder:
+            raise ModelLoadError(self.path, f"architecture {self.facts.architecture!r} is an encoder; Laneway runs decoders")
+        if facts.diffusion:
+            raise ModelLoadError(self.path, f"architecture {self.facts.architecture!r} is a diffusion model")
+        if facts.vocabulary_type == 0:
+            raise ModelLoadError(self.path, "the file has no vocabulary; Laneway needs one to read and write text")
+
+    def close(self) -> None:
+        """Free the weights.  A second call does nothing."""
+        if self._handle:
+            lib.laneway_model_free(self._handle)
+            self._handle = ffi.NULL
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self._handle else " closed"
+        return f"<laneway_native.Model {os.path.basename(self.path)!r} {self.facts.architecture}{state}>"
+
+    @property
+    def handle(self) -> ModelHandle:
+        """The native model, for this package's own use."""
+        if not self._handle:
+            raise ValueError(f"{self!r} is closed")
+        return self._handle
+
+    # Tokenizer.
+
+    @property
+    def size(self) -> int:
+        """Entries of the vocabulary."""
+        return self._size
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._end_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja2 template for chats, or None."""
+        return self._chat_template
+
+    def special_text(self, name: str) -> str:
+        """The text of ``bos`` or ``eos``; empty if the model has none."""
+        tokens = {"bos": self._bos, "eos": self._eos}
+        if name not in tokens:
+            raise ValueError(f"special tokens are bos and eos, not {name!r}")
+        text = lib.laneway_model_token_text(self.handle, tokens[name])
+        return ffi.string(text).decode("utf-8", "replace") if text else ""
+
+    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+        """Tokens of ``text``; see :meth:`laneway.decoder.Tokenizer.tokenize`."""
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
+        room = len(raw) + 8
+        count = ffi.new("int32_t *")
+        error_text = new_error()
+        while True:
+            tokens = ffi.new("int32_t[]", room)
+            if lib.laneway_tokenize(self.handle, raw, len(raw), special, tokens, room, count, error_text):
+                raise InvalidRequestError(f"the text cannot be tokenised: {text_of(error_text)}")
+            if count[0] <= room:
+                break
+            room = count[0]
+        out: list[int] = ffi.unpack(tokens, count[0]) if count[0] else []
+        if bos and self._adds_bos and self._bos >= 0:
+            out.insert(0, self._bos)
+        return out
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token in an answer; empty for special tokens."""
+        piece = self._pieces[token] if 0 <= token < self._size else None
+        if piece is None:
+            # Two threads may both ask for it: they get the same bytes.
+            piece = self._pieces[token] = self._text(lib.laneway_piece, token, special=False)
+        return piece
+
+    def special_piece(self, token: int) -> bytes:
+        """The bytes of a token, special tokens spelled out."""
+        return self._text(lib.laneway_piece, token, special=True)
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> bytes:
+        """The bytes of a whole text; ``special`` spells special tokens out."""
+        return self._text(lib.laneway_detokenize, ffi.new("int32_t[]", list(tokens)), len(tokens), special=special)
+
+    def _text(self, function: object, *what: object, special: bool) -> bytes:
+        room = 64
+        count = ffi.new("int32_t *")
+        error = new_error()
+        while True:
+            text = ffi.new("char[]", room)
+            if function(self.handle, *what, special, text, room, count, error):
+                raise ValueError(text_of(error))
+            if count[0] <= room:
+                return ffi.unpack(text, count[0])
+            room = count[0]
+
+    def _read_metadata(self) -> dict[str, str]:
+        metadata = {}
+        for index in range(lib.laneway_model_metadata_count(self._handle)):
+            key = self._metadata_text(lib.laneway_model_metadata_key, index)
+            metadata[key] = self._metadata_text(lib.laneway_model_metadata_value, index)
+        return metadata
+
+    def _metadata_text(self, function: object, index: int) -> str:
+        room = 256
+        while True:
+            text = ffi.new("char[]", room)
+            length = function(self._handle, index, text, room)
+            if length < room:
+                return ffi.string(text).decode("utf-8", "replace")
+            room = length + 1
+
+
+async def load_model(
+    path: str | os.PathLike[str],
+    *,
+    n_gpu_layers: int = -1,
+    use_mmap: bool | None = None,
+    loading: Loading | None = None,
+) -> Model:
+    """:meth:`Model.load` in a worker thread.
+
+    A cancelled caller waits until the native call has returned, which is soon, and no model stays behind.
+    """
+    loading = loading or Loading()
+    load = functools.partial(Model.load, path, n_gpu_layers=n_gpu_layers, use_mmap=use_mmap, loading=loading)
+    model: Model | None = None
+    failure: Exception | None = None
+
+    async def cancel_with_us() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            loading.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cancel_with_us)
+        with trio.CancelScope(shield=True):
+            try:
+                model = await trio.to_thread.run_sync(load)
+            except Exception as error:  # raised again outside of the nursery, which would wrap it in a group
+                failure = error
+        nursery.cancel_scope.cancel()
+    try:
+        await trio.lowlevel.checkpoint_if_cancelled()
+    except trio.Cancelled:
+        if model is not None:
+            model.close()
+        raise
+    if model is None:
+        assert failure is not None
+        raise failure
+    return model
