@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from laneway.testing._decoder import ProtocolViolation as ProtocolViolation
     from laneway.testing._decoder import ScriptedDecoder as ScriptedDecoder
     from laneway.testing._decoder import ScriptedStatistics as ScriptedStatistics
+    from laneway.testing._guest import GuestRun as GuestRun
+    from laneway.testing._guest import GuestRunError as GuestRunError
+    from laneway.testing._guest import GuestTask as GuestTask
     from laneway.testing._scripted_model import Script as Script
     from laneway.testing._scripted_model import ScriptedAnswer as ScriptedAnswer
     from laneway.testing._scripted_model import expected_answer as expected_answer
@@ -30,6 +33,9 @@ _HOMES = {
     "ProtocolViolation": "_decoder",
     "ScriptedDecoder": "_decoder",
     "ScriptedStatistics": "_decoder",
+    "GuestRun": "_guest",
+    "GuestRunError": "_guest",
+    "GuestTask": "_guest",
     "Script": "_scripted_model",
     "ScriptedAnswer": "_scripted_model",
     "expected_answer": "_scripted_model",
