@@ -430,7 +430,8 @@ def _read(data: mmap.mmap) -> _File:
     cursor = _Cursor(data, _HEADER.size)
     if entry_count > _MOST_ENTRIES or entry_count * _SMALLEST_ENTRY > cursor.left:
         raise _Refused(
-            f"its header claims {entry_count:,} metadata entries, which this file cannot hold: it is damaged"
+            f"its header claims {entry_count:,} metadata entries, which its {cursor.size:,} bytes cannot hold: "
+            "it was cut off or damaged; fetch it again"
         )
     entries: dict[str, tuple[_Type, Any]] = {}
     for index in range(entry_count):
