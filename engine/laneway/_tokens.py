@@ -105,6 +105,8 @@ class Tokens:
         self.drop()
         with trio.CancelScope(shield=True):
             await self.freed.wait()
+        # A last output may still be on its way; whoever has left must not hear of it after saying so.
+        self.fail(trio.ClosedResourceError("this sequence was dropped"))
 
     def __aiter__(self) -> Self:
         return self

@@ -1,0 +1,233 @@
+"""One prompt or chat, one answer.
+
+::
+
+    answer = await completion.complete(model, [{"role": "user", "content": "Why is the sky blue?"}], max_tokens=64)
+
+    async with completion.stream(model, "Once upon a time") as run:
+        async for event in run: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, TypedDict, Unpack
+
+import attrs
+
+from laneway import (
+    InvalidRequestError,
+    Model,
+    Operation,
+    PluginSpec,
+    Prepared,
+    RequestContext,
+    Run,
+    Sampling,
+    Stats,
+    StopReason,
+    TokenLogprob,
+    hookimpl,
+)
+from laneway.validators import optional, whole
+from laneway_plugins._messages import Message as Message
+from laneway_plugins._messages import Messages, to_messages
+from laneway_plugins._prompts import to_tokens
+
+MAX_STOP_STRINGS = 16
+"""Stop strings that one request may have."""
+
+
+class CompletionFields(TypedDict, total=False):
+    """The fields of :class:`CompletionRequest` beside the messages, for signatures."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Iterable[str]
+    frequency_penalty: float
+    presence_penalty: float
+    repeat_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None
+    logprobs: bool
+    top_logprobs: int
+    grammar: str | None
+
+
+def _stop_strings(value: str | Iterable[str]) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value
+    if isinstance(strings, (bytes, Mapping)) or not isinstance(strings, Iterable):
+        raise InvalidRequestError(f"must be a str or a list of them, not {value!r}", "stop")
+    out = tuple(strings)
+    for string in out:
+        if not isinstance(string, str):
+            raise InvalidRequestError(f"a stop string is a str, not {string!r}", "stop")
+        if not string:
+            raise InvalidRequestError("a stop string must not be empty: it would stop every answer at once", "stop")
+    if len(out) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are taken, not {len(out)}", "stop")
+    return out
+
+
+def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    return Sampling(logit_bias=value).logit_bias
+
+
+def _needs_logprobs(instance: CompletionRequest, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value and instance.logprobs is False:
+        raise InvalidRequestError("needs logprobs=True", "top_logprobs")
+
+
+_DEFAULT = Sampling()
+
+
+@attrs.frozen
+class CompletionRequest:
+    """A prompt, and how to answer it.  Raises :class:`InvalidRequestError` when made with anything wrong.
+
+    ``messages`` is a str, taken as it is, or a chat, which the model's own template makes a prompt of.  ``stop`` is one
+    string or several that end the answer and are no part of it.  ``max_tokens`` None: until the window is full.
+    ``top_logprobs`` needs ``logprobs``.  For the rest see :class:`laneway.Sampling`, whose defaults hold.
+    """
+
+    messages: str | tuple[Message, ...] = attrs.field(converter=to_messages)
+    max_tokens: int | None = attrs.field(default=None, kw_only=True, validator=optional(whole(1, 2**31 - 1)))
+    temperature: float = attrs.field(default=_DEFAULT.temperature, kw_only=True)
+    top_k: int = attrs.field(default=_DEFAULT.top_k, kw_only=True)
+    top_p: float = attrs.field(default=_DEFAULT.top_p, kw_only=True)
+    min_p: float = attrs.field(default=_DEFAULT.min_p, kw_only=True)
+    seed: int | None = attrs.field(default=_DEFAULT.seed, kw_only=True)
+    stop: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_stop_strings)
+    frequency_penalty: float = attrs.field(default=_DEFAULT.frequency_penalty, kw_only=True)
+    presence_penalty: float = attrs.field(default=_DEFAULT.presence_penalty, kw_only=True)
+    repeat_penalty: float = attrs.field(default=_DEFAULT.repeat_penalty, kw_only=True)
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), kw_only=True, converter=_biases)
+    logprobs: bool = attrs.field(default=_DEFAULT.logprobs, kw_only=True)
+    top_logprobs: int = attrs.field(default=_DEFAULT.top_logprobs, kw_only=True, validator=_needs_logprobs)
+    grammar: str | None = attrs.field(default=_DEFAULT.grammar, kw_only=True)
+    sampling: Sampling = attrs.field(init=False, repr=False)
+    """The fields that say how tokens are picked, checked."""
+
+    @sampling.default
+    def _make_sampling(self) -> Sampling:
+        return Sampling(**{field.name: getattr(self, field.name) for field in attrs.fields(Sampling)})
+
+
+@attrs.frozen
+class Completion:
+    """An answer.
+
+    ``tokens`` are without the end token, ``stop_reason`` is ``eos``, ``length`` or ``stop``, and there is one of
+    ``logprobs`` for each token if they were asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = attrs.field(repr=False)
+    stop_reason: StopReason
+    stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = attrs.field(default=(), repr=False)
+
+
+@attrs.frozen
+class Job:
+    """A valid request, ready to run."""
+
+    request: CompletionRequest
+    prompt: list[int]
+
+
+def stream(
+    model: Model,
+    messages: Messages,
+    *,
+    request_id: str | None = None,
+    overflow: Literal["queue", "reject"] | None = None,
+    queue_timeout: float | None = None,
+    cap: float | None = None,
+    backpressure: Literal["merge", "pause"] = "merge",
+    **fields: Unpack[CompletionFields],
+) -> AbstractAsyncContextManager[Run]:
+    """Answer ``messages`` for the length of a block, which gets the run: iterate for :class:`TextDelta` events and the
+    last, :class:`Done`; ``await run.result()`` gives the :class:`Completion`.
+
+    :param request_id: and what follows up to ``backpressure``: see :meth:`laneway.Engine.run`
+    :param fields: those of :class:`CompletionRequest`
+    """
+    return model.engine.run(
+        model,
+        "completion",
+        CompletionRequest(messages, **fields),
+        request_id=request_id,
+        overflow=overflow,
+        queue_timeout=queue_timeout,
+        cap=cap,
+        backpressure=backpressure,
+    )
+
+
+async def complete(
+    model: Model,
+    messages: Messages,
+    *,
+    request_id: str | None = None,
+    overflow: Literal["queue", "reject"] | None = None,
+    queue_timeout: float | None = None,
+    cap: float | None = None,
+    **fields: Unpack[CompletionFields],
+) -> Completion:
+    """Answer ``messages`` and return the whole answer.  The parameters are those of :func:`stream`.
+
+    Raises what :meth:`laneway.Engine.run` and the run raise; cancelling the caller ends the request.
+    """
+    async with stream(
+        model,
+        messages,
+        request_id=request_id,
+        overflow=overflow,
+        queue_timeout=queue_timeout,
+        cap=cap,
+        **fields,
+    ) as run:
+        answer: Completion = await run.result()
+    return answer
+
+
+async def prepare_job(model: Model, request: CompletionRequest) -> Job:
+    """Everything that can be wrong with ``request`` on ``model`` is found here, before it arrives (rule A10).
+
+    Raises :class:`InvalidRequestError` or :class:`ContextOverflowError`.
+    """
+    prompt = await to_tokens(model, request.messages)
+    model.check_prompt(prompt)
+    model.check_sampling(request.sampling)
+    return Job(request, prompt)
+
+
+async def prepare(model: Model, request: CompletionRequest) -> Prepared:
+    """The operation's ``prepare``."""
+    return Prepared(payload=await prepare_job(model, request))
+
+
+async def handler(ctx: RequestContext, prepared: Prepared) -> Completion:
+    """The operation's ``handler``."""
+    job: Job = prepared.payload
+    request = job.request
+    # Straight from the decode loop to the reader: this task sleeps until the answer has ended.
+    async with ctx.generate(
+        job.prompt, request.sampling, max_tokens=request.max_tokens, stop=request.stop, deliver=ctx.put
+    ) as tokens:
+        answer = await tokens.finish()
+    return Completion(answer.text, answer.tokens, answer.stop_reason, answer.stats, answer.logprobs)
+
+
+@hookimpl
+def laneway_plugin() -> PluginSpec:
+    """Declare the operation ``completion``."""
+    return PluginSpec(
+        name="completion",
+        operations=(Operation(kind="completion", request_type=CompletionRequest, prepare=prepare, handler=handler),),
+    )
