@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("engine/laneway", "plugins/laneway_plugins", "native/laneway_native")
+SOURCES = ("engine/laneway", "engine/laneway_pytest", "plugins/laneway_plugins", "native/laneway_native")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def _source(path: PurePosixPath) -> Path:
 
 def test_nothing_else_is_packed(files: dict[PurePosixPath, bytes]) -> None:
     tops = {path.parts[0] for path in files if not path.parts[0].endswith(".dist-info")}
-    assert tops == {"laneway", "laneway_plugins", "laneway_native"}
+    assert tops == {"laneway", "laneway_plugins", "laneway_native", "laneway_pytest"}
     assert not [path for path in files if path.parts[0] in tops and path.suffix in (".c", ".h", ".gguf", ".txt", ".md")]
 
 

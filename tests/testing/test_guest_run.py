@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import trio
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from laneway.testing import GuestRun, GuestRunError, GuestTask
 
@@ -529,8 +528,7 @@ class Sleepers(RuleBasedStateMachine):
             self.run.close()
 
 
-def test_a_state_machine_drives_it() -> None:
-    run_state_machine_as_test(Sleepers, settings=settings(max_examples=30, stateful_step_count=20, deadline=None))
+TestSleepers = Sleepers.TestCase
 
 
 @pytest.mark.parametrize("use", [lambda run: run.settle(), lambda run: run.step(int), lambda run: run.advance(1)])

@@ -386,10 +386,16 @@ class ScriptedDecoder:
             max_used=self._max_used,
         )
 
+    def assert_obeyed(self) -> None:
+        """Raise AssertionError if the protocol was ever broken, whoever has caught the violation since."""
+        if self.violations:
+            raise AssertionError(
+                f"the decoder protocol was broken {len(self.violations)} times, first: {self.violations[0]}"
+            ) from self.violations[0]
+
     def assert_idle(self) -> None:
         """Raise AssertionError unless every slot is empty, nothing is under way and the protocol was never broken."""
-        if self.violations:
-            raise AssertionError(f"the protocol was broken {len(self.violations)} times") from self.violations[0]
+        self.assert_obeyed()
         if self._under_way is not None:
             raise AssertionError(f"a {self._under_way.name} is still under way")
         if self.used:
