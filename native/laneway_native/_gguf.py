@@ -958,7 +958,7 @@ def _tokenizer_array(file: _File, name: str, kinds: tuple[_Type, ...], *, needed
 def _check_texts(file: _File, model: str, array: _Array) -> None:
     texts = list(_strings(file.data, array))
     unique = set(texts)
-    if len(unique) != len(texts) or b"" in unique or any(b"\0" in text for text in texts):
+    if len(unique) != len(texts) or b"" in unique or b"\0" in b"".join(texts):
         # llama.cpp cuts texts at a null character and names empty ones; then it asserts that all differ.
         texts = [text.partition(b"\0")[0] or b"[EMPTY_%d]" % token for token, text in enumerate(texts)]
         unique = set(texts)
