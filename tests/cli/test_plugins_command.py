@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,29 +141,39 @@ def test_nothing_installed_is_no_error(tmp_path: Path) -> None:
         assert json.loads(run("--json").stdout) == []
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_table_on_a_terminal(site: FakeSite) -> None:
-    # A name in brackets would be obeyed as markup, were it not kept from rich's parser.
-    site.add("laneway-odd", {}, {"[red]odd": "no_such_module_anywhere"})
+def on_a_terminal(site: FakeSite, columns: int) -> str:
+    """What the command prints on a pseudo-terminal of this width."""
     program = f"import sys; sys.path.insert(0, {str(site.path)!r}); from laneway._cli import main; main()"
     ours, theirs = os.openpty()
-    environment = {**os.environ, "COLUMNS": "150", "TERM": "dumb", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}
     process = subprocess.Popen([sys.executable, "-c", program, "plugins"], stdout=theirs, env=environment)
     os.close(theirs)
     output = b""
     try:
-        while True:
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # how Linux says that the other side has closed
-                break
-            if not data:
-                break
+        while data := os.read(ours, 65536):
             output += data
+    except OSError:
+        pass  # how Linux says that the other side has closed
     finally:
         os.close(ours)
     assert process.wait() == 0
-    lines = [line.split() for line in output.decode().splitlines()]
+    # Without the codes for bold and dim.
+    return re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
+
+
+posix_only = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+
+
+@posix_only
+def test_a_table_on_a_terminal(site: FakeSite) -> None:
+    # A name in brackets would be obeyed as markup, were it not kept from rich's parser.
+    site.add("laneway-odd", {}, {"[red]odd": "no_such_module_anywhere"})
+    lines = [line.split() for line in on_a_terminal(site, 150).splitlines()]
     assert ["two", "2.0", "laneway-two", "train", "model", "exclusive", "scales", "loaded"] in lines
     assert ["look", "request", "none"] in lines
-    assert any(line[:1] == ["[red]odd"] and line[-1] == "broken" for line in lines)
+    assert any(line[:1] == ["[red]odd"] and line[-1:] == ["broken"] for line in lines)
+
+
+@posix_only
+def test_a_narrow_terminal_loses_no_letter(site: FakeSite) -> None:
+    assert "…" not in on_a_terminal(site, 60)

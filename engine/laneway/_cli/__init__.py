@@ -52,7 +52,7 @@ class CoreCommand:
 
 CORE_COMMANDS: dict[str, CoreCommand] = {
     "plugins": CoreCommand("laneway._cli._plugins", "plugins", "List the plugins, and what is wrong with broken ones."),
-    "pull": CoreCommand("laneway._cli._pull", "pull", "Fetch a model into the cache of this computer."),
+    "pull": CoreCommand("laneway._cli._pull", "pull", "Fetch the model NAME, check it, and keep it in the cache."),
 }
 
 

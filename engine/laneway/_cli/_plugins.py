@@ -100,7 +100,9 @@ def _print_table(rows: Sequence[Sequence[Sequence[str]]]) -> None:
     from rich.text import Text
 
     colours = {"loaded": "green", "broken": "bold red", "disabled": "dim"}
-    table = Table(*_COLUMNS, header_style="bold", box=None, pad_edge=False)
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, overflow="fold")
     for row in rows:
         (state,) = row[-1]
         # Text, because markup in a name that a stranger chose would be obeyed.
