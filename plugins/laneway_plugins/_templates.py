@@ -33,6 +33,8 @@ MAX_STEPS = 500_000
 """Rounds of loops and calls of one rendering: a second of work at the very most."""
 MAX_TEXT = 4_000_000
 """Characters of the result, and of any text or list on the way to it; more than the largest windows hold."""
+MAX_BITS = 1000
+"""Of a whole number."""
 MAX_NUMBER = 100_000
 """The largest number that may be given to a filter or to what makes text longer."""
 
@@ -127,12 +129,12 @@ class _Budget:
 def _sized(value: Any) -> Any:
     """``value``, if it is not too large."""
     _allow(_size(value))
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise _OverBudget(f"it computes with numbers of more than {MAX_BITS} bits")
     return value
 
 
 def _size(value: object) -> int:
-    if isinstance(value, int):
-        return value.bit_length() // 8
     return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 1
 
 
@@ -219,18 +221,21 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __self.budget.spend()
-        subject, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        # The sandbox hands out str.format in a wrapping of its own.
+        method = getattr(__obj, "__wrapped__", __obj)
+        subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(subject, str) and name in _GROWING_METHODS:
             _check_growth(name, subject, (*args, *kwargs.values()))
         return _sized(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _allow(left.bit_length() * abs(right) // 8)
+        if isinstance(left, int) and isinstance(right, int):
+            if operator == "**" and left.bit_length() * abs(right) > MAX_BITS:
+                raise _OverBudget(f"it computes with numbers of more than {MAX_BITS} bits")
         elif operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(times, int):
-                    _allow(_size(value) + _size(times) if isinstance(value, int) else _size(value) * abs(times))
+                    _allow(_size(value) * abs(times))
         elif operator == "%" and isinstance(left, (str, bytes)):
             _check_format(left)
         return _sized(super().call_binop(context, operator, left, right))
