@@ -454,7 +454,10 @@ def truthy(text: str) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # its own __str__ fails; the type must do
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -462,6 +462,12 @@ def test_an_object_that_breaks_while_it_is_looked_at_is_a_broken_plugin(site: Fa
     assert host.records[0].reason == "SystemExit: no looking"
 
 
+def test_an_error_that_cannot_even_be_shown_is_survived(site: FakeSite) -> None:
+    site.plugin("bad", "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute")
+    record = named(PluginHost.load(), "bad")
+    assert (record.state, record.reason) == ("broken", "it cannot be imported: Mute")
+
+
 def test_an_optional_hook_of_a_later_release_is_no_fault(site: FakeSite) -> None:
     site.plugin("shout", SHOUT + "\n    @laneway.hookimpl(optionalhook=True)\n    def laneway_weather(sky): ...\n")
     assert states(PluginHost.load(strict=True)) == {"shout": "loaded"}
