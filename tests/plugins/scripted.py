@@ -40,7 +40,9 @@ class Scripted:
     def assert_idle(self) -> None:
         """Nothing runs, nothing waits, every slot is free."""
         snapshot = self.engine.snapshot().model(self.model.name)
-        assert [(lane.used, lane.running, lane.waiting) for lane in snapshot.lanes] == [(0, (), ())] * len(snapshot.lanes)
+        assert [(lane.used, lane.running, lane.waiting) for lane in snapshot.lanes] == [(0, (), ())] * len(
+            snapshot.lanes
+        )
         assert (snapshot.sequences, snapshot.slot_waiters) == (0, 0)
         self.decoder.assert_idle()
 
@@ -50,7 +52,9 @@ async def scripted(parallel: int = 1, **options: Any) -> AsyncIterator[Scripted]
     """A model with ``parallel`` slots and the options of the scripted loader, for the length of a block."""
     options = {"seconds_per_step": STEP, **options}
     loader = ScriptedLoader()
-    engine_options = {name: options.pop(name) for name in ("queue_limit", "queue_timeout", "admission") if name in options}
+    engine_options = {
+        name: options.pop(name) for name in ("queue_limit", "queue_timeout", "admission") if name in options
+    }
     async with laneway.open_engine(plugins=[loader.plugin]) as engine:
         model = await engine.load_model("scripted:model", parallel, **engine_options, **options)
         yield Scripted(engine, model, loader.decoders["scripted:model"])

@@ -50,7 +50,9 @@ def test_dialect_of_other_engines() -> None:
 
 
 def test_a_template_can_be_used_again_and_keeps_nothing() -> None:
-    template = ChatTemplate("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
+    template = ChatTemplate(
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+    )
     assert [template.render(CHAT), template.render(CHAT[:1]), template.render(CHAT)] == ["2", "1", "2"]
 
 
