@@ -13,6 +13,7 @@ import trio.testing
 import laneway
 from laneway import ContextOverflowError, Done, InferenceCancelledError, InvalidRequestError, Sampling, TextDelta
 from laneway_plugins import _prompts, completion
+from laneway_plugins._templates import ChatTemplate
 from laneway_plugins.completion import CompletionRequest, Message
 from tests.plugins.scripted import STEP, scripted
 
@@ -173,7 +174,7 @@ async def test_a_beginning_that_the_template_writes_is_not_doubled(
 
 async def test_a_model_without_a_template_takes_raw_prompts_only(autojump_clock: trio.testing.MockClock) -> None:
     async with scripted(chat_template=None) as s:
-        with pytest.raises(InvalidRequestError, match="no chat template.*raw prompts only") as caught:
+        with pytest.raises(InvalidRequestError, match=r"no chat template.*raw prompts only") as caught:
             await completion.complete(s.model, CHAT)
         assert caught.value.field == "messages"
         assert (await completion.complete(s.model, "Hello", max_tokens=2)).stats.generated_tokens == 2
@@ -197,12 +198,11 @@ async def test_a_template_is_compiled_once_a_model_and_goes_with_it(
     class Counting:
         def __init__(self, source: str, **options: str) -> None:
             compiled.append(source)
-            self._template = real(source, **options)
+            self._template = ChatTemplate(source, **options)
 
         def render(self, messages: Any) -> str:
             return self._template.render(messages)
 
-    real = _prompts.ChatTemplate
     monkeypatch.setattr(_prompts, "ChatTemplate", Counting)
     gc.collect()
     before = len(_prompts._templates)

@@ -112,6 +112,9 @@ def test_the_sandbox_holds(source: str) -> None:
     assert text in ("", "None"), text
 
 
+GROW = "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = GROWN %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -123,18 +126,18 @@ def test_the_sandbox_holds(source: str) -> None:
         "{{ 'a' * 10 ** 9 }}",
         "{{ 10 ** (10 ** 10) }}",
         "{{ [0] * 10 ** 9 }}",
-        "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        GROW.replace("GROWN", "ns.s ~ ns.s"),
+        GROW.replace("GROWN", "ns.s + ns.s"),
         "{% set ns = namespace(s=['ab']) %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% set ns = namespace(s=9) %}{% for a in range(60) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
         "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}"
         "{% set ns.s = x %}{% endfor %}",
         "{% macro two(s) %}{{ s }}{{ s }}{% endmacro %}{% set ns = namespace(s='ab') %}"
         "{% for a in range(60) %}{% set ns.s = two(ns.s) %}{% endfor %}",
-        "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = ns.s.replace('a', ns.s) %}{% endfor %}",
-        "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = ns.s | replace('a', ns.s) %}{% endfor %}",
-        "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = ns.s.join([ns.s, ns.s]) %}{% endfor %}",
-        "{% set ns = namespace(s='ab') %}{% for a in range(60) %}{% set ns.s = [ns.s, ns.s] | join(ns.s) %}{% endfor %}",
+        GROW.replace("GROWN", "ns.s.replace('a', ns.s)"),
+        GROW.replace("GROWN", "ns.s | replace('a', ns.s)"),
+        GROW.replace("GROWN", "ns.s.join([ns.s, ns.s])"),
+        GROW.replace("GROWN", "[ns.s, ns.s] | join(ns.s)"),
         "{{ 'a'.center(10 ** 9) }}",
         "{{ 'a' | center(10 ** 9) }}",
         "{{ 'a\n' * 1000 | indent(99999) }}",
@@ -173,7 +176,7 @@ def test_real_chats_are_far_from_the_budget() -> None:
     source = (
         "{% for message in messages %}{% set content = message.content | trim | replace('word', 'sword') %}"
         "{% for other in messages[:10] %}{% if other.role == message.role and loop.first %}*{% endif %}{% endfor %}"
-        "{{ '<|' ~ message.role ~ '|>' + content.split('x')[0].strip().replace('sword', 'word') + eos_token }}{% endfor %}"
+        "{{ '<|' ~ message.role ~ '|>' }}{{ content.split('x')[0].strip().replace('sword', 'word') + eos_token }}{% endfor %}"
     )
     text = render(source, messages)
     assert len(re.findall(re.escape("</s>"), text)) == 2000
