@@ -44,6 +44,10 @@ class LoopStatistics:
     slot_waiters: int
 
 
+class _DropFailed(Exception):
+    """Ends the loop, and with it the model: rule C11."""
+
+
 class DecodeLoop:
     """Runs one decoder for everybody who asks its model for tokens."""
 
@@ -133,7 +137,6 @@ class DecodeLoop:
                 await self._guard(self._step_forever)
                 nursery.cancel_scope.cancel()
         finally:
-            self._deliver()
             self._end_all("the decode loop has ended")
             self._stopped.set()
 
@@ -152,7 +155,8 @@ class DecodeLoop:
             await task()
         except Exception as error:
             log.exception("the decode loop of model %r broke", self._model)
-            self._break(f"its decode loop broke: {error!r}", error)
+            reason = str(error) if isinstance(error, _DropFailed) else f"its decode loop broke: {error!r}"
+            self._break(reason, error)
             self._work.unpark()
 
     async def _step_forever(self) -> None:
@@ -236,7 +240,11 @@ class DecodeLoop:
 
     def _drop(self, slot: int | None) -> None:
         if slot is not None:
-            self.decoder.drop(slot)
+            try:
+                self.decoder.drop(slot)
+            except Exception as error:
+                # What is still in the slot would end up in somebody else's answer.
+                raise _DropFailed(f"slot {slot} could not be dropped: {error}") from error
             self.scheduler.release(slot)
 
     def _forget(self, tokens: Tokens) -> None:
@@ -251,6 +259,8 @@ class DecodeLoop:
         self._on_failed(reason)
 
     def _end_all(self, reason: str, cause: Exception | None = None) -> None:
+        # What had been made before is theirs, and maybe all that they wanted.
+        self._deliver()
         # The slots are not dropped here: this loop decodes no more, they go with the decoder.
         for tokens in list(self._streams.values()):
             error = DecodeError(reason, sequences=len(self._streams))

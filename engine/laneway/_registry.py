@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import trio
 
@@ -120,9 +120,8 @@ class Registry:
         if other is not None:
             raise RequestIdConflictError(request.id, other.state.value)
         if self._take_armed(request.id, now):
-            self._advance(request, Happening.END_CANCELLED)
-            self._remember_end(request.id, now)
-            raise InferenceCancelledError(request.id, "cancelled before it began")
+            request.error = InferenceCancelledError(request.id, "cancelled before it began")
+            self._end_on_arrival(request, Happening.END_CANCELLED)
         if operation.use is not Use.NONE:
             self._take_ticket(request, overflow or operation.overflow, cap)
         self._live[request.id] = request
@@ -147,9 +146,17 @@ class Registry:
                 lane=operation.lane_group,
             )
         except Refused as refused:
-            self._advance(request, Happening.REFUSE)
-            raise self._rejection(request, refused.reason, refused.waiting, refused.limit) from None
+            request.error = self._rejection(request, refused.reason, refused.waiting, refused.limit)
+            self._end_on_arrival(request, Happening.REFUSE)
         self._by_ticket[request.ticket] = request
+
+    def _end_on_arrival(self, request: Request, happening: Happening) -> NoReturn:
+        """A request that was never live: observers hear of its end alone."""
+        request.ended_at = request.arrived_at
+        self._advance(request, happening)
+        self._tell(request, self._host.notify_ended)
+        assert request.error is not None
+        raise request.error from None
 
     def _rejection(self, request: Request, reason: Any, waiting: int, limit: int) -> RequestRejectedByPolicyError:
         return RequestRejectedByPolicyError(request.id, request.kind, request.model.name, reason, waiting, limit)

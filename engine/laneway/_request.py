@@ -78,8 +78,12 @@ class Request:
         """Take an event for the reader; raises :class:`IndexError` if there is none."""
         event = self.outbox.get()
         # Half empty, not merely below full: a pause and a resume for each token would cost more than they hold back.
-        if self.paused_at is not None and len(self.outbox) <= PAUSE_AT // 2:
-            self.unpause()
+        if self.paused_at is not None:
+            if len(self.outbox) <= PAUSE_AT // 2:
+                self.unpause()
+            else:
+                # A slow reader is not an absent one.
+                self.stall_scope.deadline = trio.current_time() + self.stall_timeout
         return event
 
     def discard(self) -> None:
