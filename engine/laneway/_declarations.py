@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import attrs
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
 
     from laneway._events import Stats, TextDelta
     from laneway._model import Model
@@ -243,7 +242,7 @@ class RequestContext(Protocol):
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         deliver: Callable[[TextDelta], None] | None = None,
-    ) -> AbstractAsyncContextManager[Tokens]:
+    ) -> Tokens:
         """Ask the model's decode loop for an answer to ``prompt`` (tokens)."""
 
     def claim(self, key: Hashable) -> bool:
