@@ -42,8 +42,8 @@ $(VENV)/.stamp-env: pyproject.toml
 	    $$python -m venv --clear $(VENV) || { echo "laneway: $$python cannot make a virtual environment; install its venv module (Debian, Ubuntu: apt-get install python3-venv) or name another: make PYTHON=/path/to/python3" >&2; exit 1; }; \
 	fi
 	@echo "laneway: installing build, test and lint tools"
-	@$(PIP) install --quiet --upgrade 'pip>=25.1'
-	@$(PIP) install --quiet --upgrade-strategy only-if-needed --group dev
+	@{ $(PIP) install --quiet --upgrade 'pip>=25.1' && $(PIP) install --quiet --group dev; } || { \
+	    echo "laneway: the tools could not be installed; check the network and pip's settings, then: make env" >&2; exit 1; }
 	@touch $@
 
 build: build/.stamp-build ## an editable install; after a change of C or C++ run it again

@@ -19,20 +19,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"\s*(\[[1-9]\d*/\d+\]) (\S+) .*?([^/\s]+)$")
-OURS = re.compile(r"\s*(?:\*\*\* )?laneway: (.*)")
-# A compiler's or CMake's complaint, most telling first; pip's own line says only that something failed.
+OURS = re.compile(r"( *)laneway: (.*)")
+# A compiler's or CMake's complaint, most telling first; about these pip says only that something failed.
 COMPLAINTS = (
     re.compile(r"\s*(.*\bfatal error: .*)"),
     re.compile(r"\s*(.*\berror: (?!subprocess-exited|metadata-generation|failed-wheel).*)"),
     re.compile(r"\s*(CMake Error.*)"),
-    re.compile(r"\s*ERROR: (.*)"),
 )
+PIP = re.compile(r"ERROR: (.*)")
 
 
 def reason(lines: Iterable[str]) -> str:
     """The line of a build log that says why it failed."""
     lines = list(lines)
-    ours = [match[1] for line in lines if (match := OURS.fullmatch(line))]
+    ours = [match[2] for line in lines if (match := OURS.fullmatch(line))]
     # Ours are progress and reason alike, and the reason ends the build.
     if ours and any("CMake Error" in line for line in lines):
         return ours[-1]
@@ -40,7 +40,8 @@ def reason(lines: Iterable[str]) -> str:
         for line in lines:
             if match := pattern.fullmatch(line):
                 return match[1].strip()
-    return "pip gave no reason"
+    said = [match[1] for line in lines if (match := PIP.fullmatch(line))]
+    return f"{said[-1] if said else 'pip gave no reason'}; check the network and pip's settings and repeat"
 
 
 def _show(line: str) -> None:
@@ -49,8 +50,9 @@ def _show(line: str) -> None:
         if sys.stdout.isatty():
             text, end = f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", ""
         print(text, end=end, flush=True)
-    elif match := OURS.fullmatch(line):
-        print(f"laneway: {match[1]}", flush=True)
+    # pip indents by two; what is indented more is part of an error, which is shown at the end.
+    elif (match := OURS.fullmatch(line)) and len(match[1]) <= 2:
+        print(f"laneway: {match[2]}", flush=True)
 
 
 def run(what: str, command: list[str]) -> None:
