@@ -89,10 +89,11 @@ EQUAL_HEADS = _names(
     afmoe apertus arcee arctic baichuan bailingmoe2 bitnet bloom chameleon chatglm codeshell cogvlm cohere2 cohere2moe
     command-r dbrx deci deepseek dots1 ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon glm4 glm4moe gpt2 gptneox
     granite granite_swa granitehybrid granitemoe graniteswitch grok grovemoe hunyuan-dense hunyuan-moe hunyuan_vl hy_v3
-    internlm2 jais jais2 laguna llama llama4 maincoder maple mellum minicpm minimax-01 minimax-m2 minimax-m3 mistral3
-    mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo olmo2 olmoe openelm orion paddleocr pangu-embedded
-    phi2 phi3 phimoe plamo qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen3vl qwen3vlmoe
-    qwen4exp refact seed_oss smallthinker smollm3 spark2_5 stablelm starcoder starcoder2 talkie xverse
+    internlm2 jais jais2 laguna lfm2 lfm2moe llama llama4 maincoder maple mellum minicpm minimax-01 minimax-m2
+    minimax-m3 mistral3 mpt muse-glimmer nanbeige nemotron nemotron_h nemotron_h_moe olmo olmo2 olmoe openelm orion
+    paddleocr pangu-embedded phi2 phi3 phimoe plamo qwen qwen2 qwen2moe qwen2vl qwen3 qwen35 qwen35moe qwen3moe
+    qwen3next qwen3vl qwen3vlmoe qwen4exp refact seed_oss smallthinker smollm3 spark2_5 stablelm starcoder starcoder2
+    talkie xverse
     """
 )
 """Keys and values have one size: llama.cpp asserts it, that is, ends the process."""
@@ -107,3 +108,12 @@ FULL_ROTATION = _names(
     """
 )
 """Rotary positions turn the whole head: llama.cpp asserts it too."""
+
+EXPERTS = _names("bailingmoe2 glm4moe grovemoe lfm2moe smallthinker")
+"""Without experts llama.cpp ends the process."""
+
+SECTIONS = _names("paddleocr qwen2vl qwen35 qwen35moe qwen3vl qwen3vlmoe qwen4exp")
+"""Rotary positions have several parts, which ``rope.dimension_sections`` must size."""
+
+LATENT = _names("deepseek2 deepseek32 dots3note glm-dsa hy_v4 mistral4")
+"""A part of each key must be free of rotation."""

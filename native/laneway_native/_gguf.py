@@ -266,7 +266,7 @@ def _check(first: Path) -> GgufHeader:
         _check_count(main, len(parts), len(tensors))
         shape = _check_model(main, tensors)
         vocabulary_size = _check_tokenizer(main)
-        _check_tensors(main, tensors, shape, vocabulary_size)
+        _check_tensors(tensors, shape, vocabulary_size)
         return _header(
             first, parts, main, shape, vocabulary_size, len(tensors), tensor_bytes, file_size, digest.hexdigest()
         )
@@ -727,6 +727,7 @@ def _check_model(file: _File, tensors: Mapping[str, _Tensor]) -> _Shape:
     _check_norms(file, name)
     _check_experts(file, name, layers)
     _check_divisors(file, name)
+    _check_particular(file, name, layers, embedding_length, key_length)
     return _Shape(name, context_length, layers, embedding_length, heads, kv_heads, key_length, value_length)
 
 
@@ -864,7 +865,53 @@ def _check_divisors(file: _File, name: str) -> None:
             raise _Refused(f"{key} is 0")
 
 
-def _check_tensors(file: _File, tensors: Mapping[str, _Tensor], shape: _Shape, vocabulary_size: int) -> None:
+def _check_particular(file: _File, name: str, layers: int, embedding_length: int, key_length: int) -> None:
+    """What single architectures assert, beyond what all do."""
+
+    def number(part: str, default: int = 0) -> int:
+        return int(_scalar(file, f"{name}.{part}", _Type.U32, default))
+
+    def need(holds: bool, part: str, what: str) -> None:
+        if not holds:
+            raise _Refused(f"{name}.{part} must be {what}")
+
+    if name in architectures.EXPERTS:
+        need(number("expert_count") > 0, "expert_count", "there and above 0")
+    if name in architectures.SECTIONS:
+        array = file.entries.get(f"{name}.rope.dimension_sections", (None, None))[1]
+        listed = isinstance(array, _Array) and array.type in (_Type.I32, _Type.U32) and array.count == 4
+        sections = _items(file, array)[:3] if listed and isinstance(array, _Array) else (0,)
+        need(max(sections) > 0, "rope.dimension_sections", "four numbers, the first three not all 0")
+    if name in architectures.LATENT:
+        rotated = number("rope.dimension_count", key_length)
+        need(number("attention.key_length_mla", key_length) > rotated, "rope.dimension_count", "smaller than a key")
+    if name in ("granitehybrid", "jamba"):
+        need(number("ssm.inner_size") == 2 * embedding_length, "ssm.inner_size", "twice the embedding_length")
+    if name == "ernie4_5-moe":
+        need(number("interleave_moe_layer_step") > 0, "interleave_moe_layer_step", "there and above 0")
+    if name == "minimax-m3":
+        need(number("attention.indexer.block_size") > 0, "attention.indexer.block_size", "there and above 0")
+    if name == "nanbeige":
+        need(
+            1 <= number("num_loops", 1) * layers <= _MOST_LAYERS,
+            "num_loops",
+            f"1 or more, {_MOST_LAYERS} layers in all",
+        )
+    if name == "hrm_text":
+        slots = number("hrm.layers_per_stack") * number("hrm.h_cycles") * (number("hrm.l_cycles") + 1)
+        need(slots == layers and number("hrm.l_cycles") > 0, "hrm.l_cycles", "such that the cycles make up block_count")
+    if name == "bailingmoe3":
+        need(_scalar(file, f"{name}.kda.safe_gate", _Type.BOOL, True), "kda.safe_gate", "true")
+        need(_scalar(file, f"{name}.kda.gate_lower_bound", _Type.F32, 0.0) < 0, "kda.gate_lower_bound", "below 0")
+    if name == "glm5-next":
+        pool = number("attention.indexer.kpool")
+        need(
+            pool > 1 and number("attention.indexer.top_k") % pool == 0, "attention.indexer.kpool", "a divisor of top_k"
+        )
+        need(number("hyper_connection.count") == 4, "hyper_connection.count", "4")
+
+
+def _check_tensors(tensors: Mapping[str, _Tensor], shape: _Shape, vocabulary_size: int) -> None:
     for name, tensor in tensors.items():
         if tensor.type != _F32 and _VECTOR.fullmatch(name):
             raise _Refused(f"tensor {name!r} is stored as {tensor.type_name}; llama.cpp needs F32 there")
