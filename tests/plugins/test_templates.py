@@ -176,7 +176,7 @@ def test_real_chats_are_far_from_the_budget() -> None:
     source = (
         "{% for message in messages %}{% set content = message.content | trim | replace('word', 'sword') %}"
         "{% for other in messages[:10] %}{% if other.role == message.role and loop.first %}*{% endif %}{% endfor %}"
-        "{{ '<|' ~ message.role ~ '|>' }}{{ content.split('x')[0].strip().replace('sword', 'word') + eos_token }}{% endfor %}"
+        "{{ '<|' ~ message.role }}{{ content.split('x')[0].strip().replace('sword', 'word') + eos_token }}{% endfor %}"
     )
     text = render(source, messages)
     assert len(re.findall(re.escape("</s>"), text)) == 2000
