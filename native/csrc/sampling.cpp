@@ -114,14 +114,57 @@ double exp_sums(const float *logits, int32_t count, float max, float scale, std:
     return total;
 }
 
+// Thresholds below the largest logit, in units of the temperature, that tell how far down top_p may have to look.
+constexpr int32_t depths = 8;
+constexpr float depth_step = 1.5f;
+
+// above[d] += the part of the sum of the row that lies no lower than (d + 1) * depth_step
+LANEWAY_CLONES void add_above(const float *row, int32_t count, const float *least, float *above) {
+    for (int32_t depth = 0; depth < depths; ++depth) {
+        constexpr int32_t lanes = 16;
+        float partial[lanes] = {};
+        for (int32_t i = 0; i + lanes <= count; i += lanes) {
+            for (int32_t lane = 0; lane < lanes; ++lane) {
+                partial[lane] += row[i + lane] >= least[depth] ? row[i + lane] : 0.0f;
+            }
+        }
+        for (float lane : partial) {
+            above[depth] += lane;
+        }
+    }
+}
+
+// The sum of exp((logit - max) * scale) over all, and over those above each depth.
+double exp_sums_above(const float *logits, int32_t count, float max, float scale, double *above) {
+    float least[depths];
+    for (int32_t depth = 0; depth < depths; ++depth) {
+        least[depth] = exp_of(-static_cast<float>(depth + 1) * depth_step);
+        above[depth] = 0;
+    }
+    float row[Survey::block];
+    double total = 0;
+    for (int32_t start = 0; start < count; start += Survey::block) {
+        const int32_t length = std::min<int32_t>(Survey::block, count - start);
+        exp_row(logits + start, length, max, scale, row);
+        std::fill(row + length, row + Survey::block, 0.0f);
+        float block[depths] = {};
+        add_above(row, Survey::block, least, block);
+        for (int32_t depth = 0; depth < depths; ++depth) {
+            above[depth] += block[depth];
+        }
+        total += sum_of(row, Survey::block);
+    }
+    return total;
+}
+
 // ---- candidates
 
-bool before(const llama_token_data &a, const llama_token_data &b) {
+bool before(const Candidate &a, const Candidate &b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
 // All tokens whose logit is at least `floor`; never forbidden ones.
-void collect(const float *logits, int32_t count, const Survey &survey, float floor, std::vector<llama_token_data> &out) {
+void collect(const float *logits, int32_t count, const Survey &survey, float floor, std::vector<Candidate> &out) {
     floor = std::max(floor, -FLT_MAX);
     out.clear();
     for (size_t block = 0; block < survey.largest.size(); ++block) {
@@ -132,13 +175,13 @@ void collect(const float *logits, int32_t count, const Survey &survey, float flo
         const int32_t end = std::min<int32_t>(start + Survey::block, count);
         for (int32_t id = start; id < end; ++id) {
             if (logits[id] >= floor) {
-                out.push_back({id, logits[id], 0.0f});
+                out.push_back({id, logits[id], 0});
             }
         }
     }
 }
 
-// The `wanted` most likely tokens, in no order; fewer only if the others are forbidden.
+// At least the `wanted` most likely tokens, by id; fewer only if the others are forbidden.
 void collect_top(const float *logits, int32_t count, size_t wanted, Scratch &scratch) {
     const Survey &survey = scratch.survey;
     float floor = -infinity;
@@ -150,35 +193,15 @@ void collect_top(const float *logits, int32_t count, size_t wanted, Scratch &scr
         floor = *kth;
     }
     collect(logits, count, survey, floor, scratch.candidates);
-    if (scratch.candidates.size() > wanted) {
-        std::nth_element(scratch.candidates.begin(), scratch.candidates.begin() + static_cast<std::ptrdiff_t>(wanted),
-                         scratch.candidates.end(), before);
-        scratch.candidates.resize(wanted);
-    }
 }
 
-// Sorts as much of the candidates as is asked for.
-class Sorted {
-public:
-    explicit Sorted(std::vector<llama_token_data> &items) : items(items) {}
-    const llama_token_data &operator[](size_t index) {
-        while (index >= done) {
-            const size_t next = std::min(items.size(), std::max<size_t>(64, done * 4));
-            const auto from = items.begin() + static_cast<std::ptrdiff_t>(done);
-            const auto to = items.begin() + static_cast<std::ptrdiff_t>(next);
-            if (next < items.size()) {
-                std::nth_element(from, to, items.end(), before);
-            }
-            std::sort(from, to, before);
-            done = next;
-        }
-        return items[index];
+// Keeps the `wanted` most likely, in no order.
+void cut(std::vector<Candidate> &items, size_t wanted) {
+    if (items.size() > wanted) {
+        std::nth_element(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(wanted) - 1, items.end(), before);
+        items.resize(wanted);
     }
-
-private:
-    std::vector<llama_token_data> &items;
-    size_t done = 0;
-};
+}
 
 // An extreme bias or penalty must not look like a broken model, and a broken model must not look like an extreme bias.
 float adjusted(float before, double after) {
@@ -300,32 +323,62 @@ void Sampler::adjust(float *logits, int32_t count) const {
     }
 }
 
-// candidates: the whole top_k set if top_k cuts, else at least all that min_p keeps.
-// total: the mass that top_p is a share of, in units of exp((logit - largest logit) / temperature).
-int32_t Sampler::draw_from(std::vector<llama_token_data> &candidates, double total) {
-    Sorted sorted(candidates);
-    const double largest = sorted[0].logit;
-    const double cut = min_p > 0 ? std::log(min_p) : -std::numeric_limits<double>::infinity();
-    const double share = top_p < 1 ? top_p * total : std::numeric_limits<double>::infinity();
-    double kept = 0;
-    size_t end = 0;
-    while (end < candidates.size()) {
-        const double exponent = (static_cast<double>(sorted[end].logit) - largest) / temperature;
-        if (end > 0 && (exponent < cut || kept >= share)) {
-            break;
-        }
-        kept += std::exp(exponent);
-        ++end;
+// Cuts scratch.candidates, which lie by id, and draws one of what is left, walking it by id.
+// They hold all that top_k keeps if top_k cuts, else all that min_p keeps, else the likeliest with top_p's share at least.
+// total: the mass that top_p is a share of, in units of exp((logit - largest) / temperature); below 0: the candidates'.
+int32_t Sampler::draw(Scratch &scratch, float largest, double total) {
+    std::vector<Candidate> &candidates = scratch.candidates;
+    std::vector<Candidate> &kept = scratch.kept;
+    for (Candidate &candidate : candidates) {
+        candidate.weight = std::exp((static_cast<double>(candidate.logit) - largest) / temperature);
     }
-    const double target = random.next() * kept;
+    const auto mass = [](auto begin, auto end) {
+        double sum = 0;
+        for (; begin != end; ++begin) {
+            sum += begin->weight;
+        }
+        return sum;
+    };
+    // All three cuts keep the likeliest; so the least likely token that is kept says which others are.
+    kept = candidates;
+    if (top_k > 0) {
+        cut(kept, static_cast<size_t>(top_k));
+    }
+    const double share = top_p < 1 ? top_p * (total < 0 ? mass(kept.begin(), kept.end()) : total) : 0;
+    if (min_p > 0) {
+        kept.erase(std::remove_if(kept.begin(), kept.end(), [&](const auto &item) { return item.weight < min_p; }),
+                   kept.end());
+    }
+    if (top_p < 1) {
+        // Halve the part where the sum of the likeliest first reaches the share, until one token is left.
+        double before_part = 0;
+        auto begin = kept.begin(), end = kept.end();
+        while (end - begin > 1) {
+            const auto middle = begin + (end - begin) / 2;
+            std::nth_element(begin, middle, end, before);
+            const double upper = mass(begin, middle);
+            if (before_part + upper >= share) {
+                end = middle;
+            } else {
+                before_part += upper;
+                begin = middle;
+            }
+        }
+        kept.erase(end, kept.end());
+    }
+    const Candidate last = *std::max_element(kept.begin(), kept.end(), before);
+    candidates.erase(std::remove_if(candidates.begin(), candidates.end(), [&](const auto &item) { return before(last, item); }),
+                     candidates.end());
+
+    const double target = random.next() * mass(candidates.begin(), candidates.end());
     double sum = 0;
-    for (size_t i = 0; i + 1 < end; ++i) {
-        sum += std::exp((static_cast<double>(sorted[i].logit) - largest) / temperature);
+    for (const Candidate &candidate : candidates) {
+        sum += candidate.weight;
         if (target < sum) {
-            return sorted[i].id;
+            return candidate.id;
         }
     }
-    return sorted[end - 1].id;
+    return candidates.back().id;
 }
 
 int32_t Sampler::choose(const float *logits, int32_t count, Scratch &scratch) {
@@ -336,25 +389,30 @@ int32_t Sampler::choose(const float *logits, int32_t count, Scratch &scratch) {
     if (temperature == 0) {
         return survey.first;
     }
-    const float scale = static_cast<float>(std::min<double>(1 / temperature, FLT_MAX));
     if (top_k > 0 && top_k < count) {
         collect_top(logits, count, static_cast<size_t>(top_k), scratch);
+        return draw(scratch, survey.max, -1);
+    }
+    const float scale = static_cast<float>(std::min<double>(1 / temperature, FLT_MAX));
+    if (top_p < 1 || min_p > 0) {
+        double floor = min_p > 0 ? survey.max + temperature * std::log(min_p) : -FLT_MAX;
         double total = 0;
         if (top_p < 1) {
-            for (const llama_token_data &candidate : scratch.candidates) {
-                total += std::exp((static_cast<double>(candidate.logit) - survey.max) / temperature);
+            double above[depths];
+            total = exp_sums_above(logits, count, survey.max, scale, above);
+            for (int32_t depth = 0; depth < depths; ++depth) {
+                if (above[depth] > top_p * total * (1 + 1e-4)) {
+                    floor = std::max(floor, survey.max - temperature * (depth + 1) * depth_step);
+                    break;
+                }
             }
         }
-        return draw_from(scratch.candidates, total);
-    }
-    if (top_p < 1 || min_p > 0) {
-        // A little lower than min_p's own border, which is drawn in double precision later.
-        const double floor = min_p > 0 ? survey.max + temperature * std::log(min_p) : -FLT_MAX;
+        // A little lower than the border: that is drawn in double precision later.
         const double margin = 1e-6 * (std::abs(floor) + std::abs(survey.max));
         collect(logits, count, survey, static_cast<float>(std::max<double>(floor - margin, -FLT_MAX)), scratch.candidates);
-        return draw_from(scratch.candidates, top_p < 1 ? exp_sums(logits, count, survey.max, scale, nullptr) : 0);
+        return draw(scratch, survey.max, total);
     }
-    // Nothing is cut, so nothing is sorted: the draw walks the vocabulary by id.
+    // Nothing is cut: find the block that the draw falls into, then the token.
     double target = random.next() * exp_sums(logits, count, survey.max, scale, &scratch.sums);
     size_t block = 0;
     while (block + 1 < scratch.sums.size() && target >= scratch.sums[block]) {
@@ -392,35 +450,38 @@ int32_t Sampler::choose_allowed(const float *logits, int32_t count, Scratch &scr
     }
     const bool greedy = temperature == 0;
     const size_t wanted = greedy ? 1 : top_k > 0 && top_k < count ? static_cast<size_t>(top_k) : static_cast<size_t>(count);
-    std::vector<llama_token_data> &candidates = scratch.candidates;
+    std::vector<Candidate> &candidates = scratch.candidates;
     for (size_t tested = std::max<size_t>(64, 4 * wanted);; tested *= 16) {
         const bool all = tested >= static_cast<size_t>(count);
         collect_top(logits, count, std::min(tested, static_cast<size_t>(count)), scratch);
-        llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
+        if (candidates.size() > 2 * tested) {
+            cut(candidates, tested);
+            std::sort(candidates.begin(), candidates.end(), [](const auto &a, const auto &b) { return a.id < b.id; });
+        }
+        scratch.tested.clear();
+        for (const Candidate &candidate : candidates) {
+            scratch.tested.push_back({candidate.id, candidate.logit, 0.0f});
+        }
+        llama_token_data_array array = {scratch.tested.data(), scratch.tested.size(), -1, false};
         llama_sampler_apply(grammar.get(), &array);
-        candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                        [](const llama_token_data &candidate) { return candidate.logit == -infinity; }),
-                         candidates.end());
+        size_t allowed = 0;
+        for (size_t i = 0; i < candidates.size(); ++i) {
+            if (scratch.tested[i].logit != -infinity) {
+                candidates[allowed++] = candidates[i];
+            }
+        }
+        candidates.resize(allowed);
         if (candidates.size() < wanted && !all) {
             continue;
         }
         if (candidates.empty()) {
             return -1;
         }
+        const float largest = std::min_element(candidates.begin(), candidates.end(), before)->logit;
         if (greedy) {
             return std::min_element(candidates.begin(), candidates.end(), before)->id;
         }
-        if (candidates.size() > wanted) {
-            std::nth_element(candidates.begin(), candidates.begin() + static_cast<std::ptrdiff_t>(wanted), candidates.end(),
-                             before);
-            candidates.resize(wanted);
-        }
-        const float largest = std::min_element(candidates.begin(), candidates.end(), before)->logit;
-        double total = 0;
-        for (const llama_token_data &candidate : candidates) {
-            total += std::exp((static_cast<double>(candidate.logit) - largest) / temperature);
-        }
-        return draw_from(candidates, total);
+        return draw(scratch, largest, -1);
     }
 }
 
@@ -448,8 +509,9 @@ int32_t Sampler::pick(float *logits, int32_t count, Scratch &scratch, laneway_ch
         choice->top_count = 0;
         if (top_logprobs > 0) {
             collect_top(logits, count, static_cast<size_t>(top_logprobs), scratch);
+            cut(scratch.candidates, static_cast<size_t>(top_logprobs));
             std::sort(scratch.candidates.begin(), scratch.candidates.end(), before);
-            for (const llama_token_data &candidate : scratch.candidates) {
+            for (const Candidate &candidate : scratch.candidates) {
                 choice->top_tokens[choice->top_count] = candidate.id;
                 choice->top_logprobs[choice->top_count++] = static_cast<float>(candidate.logit - log_sum);
             }

@@ -1,8 +1,8 @@
 // Picks one token from a row of logits.  Knows nothing of contexts and batches.
 //
 // The order of things is that of laneway.decoder.Sampling: bias, penalties, then the largest logit, or temperature,
-// top_k, top_p, min_p and a draw.  All three cuts keep a prefix of the candidates sorted by logit (the lowest id first
-// among equals), so the shortest of the three prefixes is kept and only that much is ever sorted.
+// top_k, top_p, min_p and a draw.  Each cut keeps the likeliest candidates (the lowest id first among equals), so together
+// they keep what the strictest keeps, and nothing is ever sorted.  The draw walks what is kept by id.
 #pragma once
 
 #include "laneway.h"
@@ -47,10 +47,18 @@ struct Survey {
     void run(const float *logits, int32_t count);
 };
 
+struct Candidate {
+    int32_t id;
+    float logit;
+    double weight; // exp((logit - largest) / temperature)
+};
+
 // Buffers that all samplers of one thread share.
 struct Scratch {
     Survey survey;
-    std::vector<llama_token_data> candidates;
+    std::vector<Candidate> candidates;
+    std::vector<Candidate> kept;
+    std::vector<llama_token_data> tested; // by a grammar
     std::vector<float> numbers;
     std::vector<double> sums;
 };
@@ -78,7 +86,7 @@ private:
     void adjust(float *logits, int32_t count) const;
     int32_t choose(const float *logits, int32_t count, Scratch &scratch);
     int32_t choose_allowed(const float *logits, int32_t count, Scratch &scratch);
-    int32_t draw_from(std::vector<llama_token_data> &candidates, double total);
+    int32_t draw(Scratch &scratch, float largest, double total);
     bool allows(int32_t token) const;
     void accept(int32_t token);
     void see(int32_t token, int32_t answered);
