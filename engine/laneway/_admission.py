@@ -20,9 +20,9 @@ of each of its keys; without keys that is always.  Once ready, it stays ready.
 
 *Whom may a ticket pass?*  Only those that are not ready (A13).  They keep their place, and count against the limit.
 
-*When does an exclusive ticket start?*  When nothing of the model runs in any lane and no older ticket can.  It is always
-ready: a key that it lacks is held by something that runs, or claimed by somebody older, and it waits for those anyway.
-When it starts, it is therefore first for each of its keys.
+*When does an exclusive ticket start?*  When nothing of the model runs in any lane and no older ticket can.  It is
+always ready: a key that it lacks is held by something that runs or claimed by somebody older, and it waits for those
+anyway.  When it starts, it is therefore first for each of its keys.
 
 *Who may start while an exclusive ticket waits?*  Ready ones with a lower number, in any lane.  Nobody with a higher
 number, in any lane, even if the two lanes have nothing else in common: otherwise it could starve.
@@ -42,20 +42,20 @@ is on the model, in whatever lane.  Then, only if it cannot start at once: ``ove
 
 *Can an arrival start somebody else?*  No.  It adds claims and takes none away, so everybody who waited still has to.
 
-*What about a key that is found later?*  A running ticket gets it if nobody holds it or waits for it, else not.  It never
-waits for it, so no two tickets can wait for each other.
+*What about a key that is found later?*  A running ticket gets it if nobody holds it or waits for it, else not.  It
+never waits for it, so no two tickets can wait for each other.
 
 *What if keys are named twice?*  They count once.  Claiming a key that the ticket holds already is granted.
 
-*When does a ticket end?*  ``withdraw`` ends one that waits, ``finish`` one that runs.  The caller finishes a ticket only
-when its teardown is over, so that all that is said here of running tickets holds for those in teardown as well.
+*When does a ticket end?*  ``withdraw`` ends one that waits, ``finish`` one that runs.  The caller finishes a ticket
+only when its teardown is over, so that all that is said here of running tickets holds for those in teardown as well.
 
 *What stays behind when nothing is live?*  Nothing but the next ticket's number.
 
 Cost
 ----
-Arriving, leaving, finishing and claiming take O(log n) amortised time in the number n of waiters, and O(k) in the k keys
-of the ticket itself.  Where an exclusive ticket leaves, each lane is looked at once.
+Arriving, leaving, finishing and claiming take O(log n) amortised time in the number n of waiters, and O(k) in the k
+keys of the ticket itself.  Where an exclusive ticket leaves, each lane is looked at once.
 """
 
 from __future__ import annotations
@@ -490,7 +490,7 @@ class Admission:
             behind[ticket.number] = ticket
 
     def _forget(self, ticket: Ticket) -> list[_Lane]:
-        """Give up the claims of a ticket that is gone.  Return the lanes in which somebody is ready on account of it."""
+        """Give up the claims of a ticket that is gone.  Return the lanes in which that makes somebody ready."""
         kind = ticket.kind
         left = self._kinds[kind] - 1
         if left:

@@ -31,7 +31,7 @@ from trio.lowlevel import enable_ki_protection
 from laneway._admission import TicketState, TicketStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from laneway._admission import Admission, Ticket
 
@@ -70,11 +70,15 @@ class Lanes:
 
     :param admission: decides who runs; from now on nobody else may tell it that something happened
     :param model: the model's name, for :func:`repr`
+    :param on_start: told of every waiter that gets its permit, in the order of the grants and inside the call that
+        grants it, abort functions included: it must not raise.  Not told of a ticket that runs from its arrival on,
+        for who arrived has it in hand; nor of one that was left again while those before it were told of.
     """
 
-    def __init__(self, admission: Admission, model: str = "") -> None:
+    def __init__(self, admission: Admission, model: str = "", on_start: Callable[[Ticket], None] | None = None) -> None:
         self._admission = admission
         self._model = model
+        self._on_start = on_start
         self._parked: dict[Ticket, trio.lowlevel.Task] = {}  # {waiting ticket: the task in its wait_turn}
 
     def __repr__(self) -> str:
@@ -89,6 +93,15 @@ class Lanes:
     def idle(self) -> bool:
         """Whether nothing is live and nothing is left of what was (rule A11)."""
         return self._admission.idle and not self._parked
+
+    @property
+    def queue_limit(self) -> int:
+        """How many may wait in each lane."""
+        return self._admission.queue_limit
+
+    def waiting(self, lane: str = "") -> int:
+        """How many wait in a lane."""
+        return len(self._admission.waiting(lane))
 
     @enable_ki_protection
     def arrive(
@@ -111,7 +124,7 @@ class Lanes:
         ticket, started = self._admission.arrive(
             kind, exclusive=exclusive, unique=unique, weight=weight, keys=keys, nowait=nowait, cap=cap, lane=lane
         )
-        self._wake(started)
+        assert all(other is ticket for other in started), "an arrival starts nobody else"
         return ticket
 
     @enable_ki_protection
@@ -128,10 +141,11 @@ class Lanes:
             the scope of this task is not cancelled.  If it is, that is :exc:`trio.Cancelled` as ever.
         :raises trio.BusyResourceError: another task waits for the same ticket already
         """
-        if ticket.state is TicketState.RUNNING:
+        state = ticket.state
+        if state is TicketState.RUNNING:
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        if ticket.state is TicketState.WAITING:
+        if state is TicketState.WAITING:
             if ticket in self._parked:
                 raise trio.BusyResourceError(f"another task waits for ticket {ticket.number} ({ticket.kind}) already")
 
@@ -139,7 +153,7 @@ class Lanes:
                 # Still parked means still waiting: a grant and leave() both unpark, and what they reschedule is not
                 # aborted any more.
                 del self._parked[ticket]
-                self._wake(self._admission.withdraw(ticket))
+                self._begin(self._admission.withdraw(ticket))
                 return trio.lowlevel.Abort.SUCCEEDED
 
             self._parked[ticket] = trio.lowlevel.current_task()
@@ -174,7 +188,8 @@ class Lanes:
             started = self._admission.finish(ticket)
         else:
             return
-        self._wake([ticket, *started])
+        self._wake(ticket)
+        self._begin(started)
 
     def statistics(self) -> tuple[LaneStatistics, ...]:
         """What every lane holds at this moment: the model's own first, then those of its groups that are not idle."""
@@ -191,11 +206,20 @@ class Lanes:
             for name in _with_own_lane(core.lanes)
         )
 
-    def _wake(self, tickets: Iterable[Ticket]) -> None:
-        for ticket in tickets:
-            task = self._parked.pop(ticket, None)
-            if task is not None:
-                trio.lowlevel.reschedule(task)
+    def _begin(self, started: list[Ticket]) -> None:
+        # All are woken before anybody is told: what on_start does, leaving other tickets included, comes too late to
+        # lose a wake-up.
+        for ticket in started:
+            self._wake(ticket)
+        if self._on_start is not None:
+            for ticket in started:
+                if ticket.state is TicketState.RUNNING:
+                    self._on_start(ticket)
+
+    def _wake(self, ticket: Ticket) -> None:
+        task = self._parked.pop(ticket, None)
+        if task is not None:
+            trio.lowlevel.reschedule(task)
 
 
 def _with_own_lane(lanes: tuple[str, ...]) -> tuple[str, ...]:
