@@ -97,8 +97,8 @@ async def prepare(model: Model, request: SummariseRequest) -> Prepared:
     most = room // (request.max_tokens + 2)
     if most < 2:
         raise InvalidRequestError(
-            f"a slot of model {model.name!r} holds {model.window} tokens, which leaves {max(room, 0)} for the text, too few "
-            "to put two summaries together; lower max_tokens, or load the model with a larger context_size",
+            f"a slot of model {model.name!r} holds {model.window} tokens, which leaves {max(room, 0)} for the text and "
+            "takes no two summaries; lower max_tokens, or load the model with a larger context_size",
             "max_tokens",
         )
     parts = await _cut(model, request, request.text)
