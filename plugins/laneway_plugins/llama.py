@@ -121,26 +121,10 @@ async def load(source: ModelSource, parallel: int, options: LlamaOptions) -> Bac
     native = _native(source.text)
     assert source.path is not None, "accepts() takes paths only"
     model: Model = await native.load_model(source.path, n_gpu_layers=options.n_gpu_layers, use_mmap=options.use_mmap)
+    context_size = options.context_for(parallel, model.facts.context_train)
     decoder: LlamaDecoder | None = None
     try:
-        context_size = options.context_for(parallel, model.facts.context_train)
-        decoder = await trio.to_thread.run_sync(
-            functools.partial(
-                native.LlamaDecoder,
-                model,
-                context_size=context_size,
-                parallel=parallel,
-                threads=options.threads,
-                poll=options.poll,
-                kv_type=options.kv_type,
-                kv_mode=options.kv_mode,
-                flash_attention=options.flash_attention,
-                chunk_target=options.chunk_target,
-                lora=options.lora,
-                rope_freq_base=options.rope_freq_base,
-                rope_freq_scale=options.rope_freq_scale,
-            )
-        )
+        decoder = await _make_decoder(native, model, parallel, context_size, options)
         await trio.lowlevel.checkpoint_if_cancelled()
         _warn_of_a_long_window(source.name, options, decoder.window, model.facts.context_train)
         return Backend(
@@ -157,10 +141,32 @@ async def load(source: ModelSource, parallel: int, options: LlamaOptions) -> Bac
         raise
 
 
+async def _make_decoder(
+    native: ModuleType, model: Model, parallel: int, context_size: int, options: LlamaOptions
+) -> LlamaDecoder:
+    make = functools.partial(
+        native.LlamaDecoder,
+        model,
+        context_size=context_size,
+        parallel=parallel,
+        threads=options.threads,
+        poll=options.poll,
+        kv_type=options.kv_type,
+        kv_mode=options.kv_mode,
+        flash_attention=options.flash_attention,
+        chunk_target=options.chunk_target,
+        lora=options.lora,
+        rope_freq_base=options.rope_freq_base,
+        rope_freq_scale=options.rope_freq_scale,
+    )
+    decoder: LlamaDecoder = await trio.to_thread.run_sync(make)
+    return decoder
+
+
 def _warn_of_a_long_window(name: str, options: LlamaOptions, window: int, trained: int) -> None:
     if 0 < trained < window and not options.rope_freq_base and not options.rope_freq_scale:
         log.warning(
-            "model %s was trained on %d tokens and each slot holds %d: beyond what it was trained on, answers get worse",
+            "model %s was trained on %d tokens, and each slot holds %d: answers may get worse beyond those",
             name,
             trained,
             window,
