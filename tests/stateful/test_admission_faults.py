@@ -212,6 +212,16 @@ class WakesOneLaneBehindAWriter(Admission):
         return super()._admit(review if only is None else [only])
 
 
+class QueuesWhoWouldNotWait(Admission):
+    """A7: ``nowait`` is heeded where permits lack, and forgotten where a key does."""
+
+    __slots__ = ()
+
+    def arrive(self, kind: str, *, nowait: bool = False, **how: Any) -> tuple[Ticket, list[Ticket]]:
+        lacks_a_key = any(key in self._first for key in how.get("keys", ()))
+        return super().arrive(kind, nowait=nowait and not lacks_a_key, **how)
+
+
 class KeepsACap(Admission):
     """A14: a lane that has been idle keeps the cap that a request brought."""
 
@@ -302,6 +312,7 @@ FAULTS = [
     StealsAKey,
     ForgetsTheLaneOfAnHeir,
     CountsReadyWaitersOnly,
+    QueuesWhoWouldNotWait,
     KeepsACap,
     LiftsTheModelsOwnCap,
     LeavesTheCapOfARefusedTicket,
