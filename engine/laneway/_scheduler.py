@@ -108,9 +108,8 @@ class Step:
     """True: one chunk of one prompt.  False: one token of each of ``sequences``."""
 
 
-# Not frozen: one is made for every token, and a frozen class of this size takes a microsecond to make, thrice a plain one.
 @final
-@attrs.define(eq=False)
+@attrs.frozen
 class Output:
     """What one token did for its sequence."""
 
@@ -197,7 +196,7 @@ class Scheduler:
     # What it is told
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a slot.  That its prompt leaves room in the window was checked on arrival (rule A10)."""
+        """Let a sequence wait for a slot.  Its prompt was found on arrival to leave room in the window (rule A10)."""
         assert sequence.state is SequenceState.WAITING
         assert 0 <= sequence.computed < len(sequence.prompt) < self._window
         assert sequence.max_tokens is None or sequence.max_tokens >= 1
