@@ -4,6 +4,7 @@
 # LANEWAY_LLAMA_LIBRARIES (the targets that belong into the wheel; none for the system's llama).
 
 option(LANEWAY_USE_SYSTEM_LLAMA "Use the installed libllama instead of building one" OFF)
+option(LANEWAY_BUILD_BENCH "Configure the programs that the benchmark compares with" OFF)
 set(LANEWAY_LLAMA_SOURCE_DIR "" CACHE PATH "A llama.cpp checkout to build instead of the pinned source")
 
 set(fetch "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/fetch_llama.py")
@@ -57,7 +58,9 @@ else()
 endif()
 
 set(BUILD_SHARED_LIBS ON)
-set(LLAMA_BUILD_COMMON OFF CACHE BOOL "")
+# The benchmark's programs need it; it is built for them only.
+set(LLAMA_BUILD_COMMON ${LANEWAY_BUILD_BENCH} CACHE BOOL "" FORCE)
+set(LLAMA_OPENSSL OFF CACHE BOOL "")
 set(LLAMA_BUILD_TESTS OFF CACHE BOOL "")
 set(LLAMA_BUILD_TOOLS OFF CACHE BOOL "")
 set(LLAMA_BUILD_EXAMPLES OFF CACHE BOOL "")
@@ -96,11 +99,16 @@ endforeach()
 foreach(library IN LISTS LANEWAY_LLAMA_LIBRARIES)
     set_property(TARGET ${library} PROPERTY VERSION)
     set_property(TARGET ${library} PROPERTY SOVERSION)
+    set_property(TARGET ${library} PROPERTY PUBLIC_HEADER)
     # Two libllama of different age may meet in one process, and the dynamic linker tells them apart by name alone.
     # Backends that are loaded at run time are searched for by their own name, and keep it.
     get_target_property(kind ${library} TYPE)
     if(NOT kind STREQUAL "MODULE_LIBRARY")
         set_property(TARGET ${library} PROPERTY OUTPUT_NAME "laneway-${library}")
+    endif()
+    if(library MATCHES "^ggml-cpu" AND NOT MSVC)
+        target_compile_options(${library} PRIVATE
+            "$<$<COMPILE_LANGUAGE:C>:SHELL:-include \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/ggml_wait.h\">")
     endif()
     if(library MATCHES "^ggml-cpu" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
         target_compile_options(${library} PRIVATE

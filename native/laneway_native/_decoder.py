@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Self
 
 import trio
 
-from laneway.decoder import BatchPolicy, DecodeError, InvalidRequestError, ModelLoadError, Sampling, StepResult, TokenLogprob
+from laneway.decoder import (
+    BatchPolicy,
+    DecodeError,
+    InvalidRequestError,
+    ModelLoadError,
+    Sampling,
+    StepResult,
+    TokenLogprob,
+)
 from laneway_native._errors import check, check_load, new_error
 from laneway_native._ffi import ffi, lib
 from laneway_native._log import follow_level
@@ -43,7 +51,7 @@ class LlamaDecoder:
     make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt`, any thread).
 
     ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to 256.
-    ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long idle threads spin, 0 to 100.
+    ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long threads spin between steps, 0 to 100.
     ``kv_type``: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  ``kv_mode``: "split" or "unified"; with
     ``flash_attention``, None leaves the choice to :func:`laneway_native.plan`.  ``chunk_target``: seconds that one
     prefill chunk may take while others decode.  ``lora``: pairs of an adapter file and its scale.  ``rope_freq_base``
@@ -60,7 +68,7 @@ class LlamaDecoder:
         context_size: int,
         parallel: int,
         threads: int | None = None,
-        poll: int = 50,
+        poll: int = 0,
         kv_type: str = "f16",
         kv_mode: KvMode | None = None,
         flash_attention: bool | None = None,
@@ -250,9 +258,7 @@ class LlamaDecoder:
         """Give a slot without a sampler one that has seen ``prompt``.  Cells may be there from :meth:`copy` or :meth:`load`."""
         native = native_sampling(sampling)
         tokens = ffi.new("int32_t[]", prompt if isinstance(prompt, (list, tuple)) else list(prompt))
-        check(
-            lib.laneway_decoder_open(self.handle, slot, native.struct, tokens, len(prompt), self._error), self._error
-        )
+        check(lib.laneway_decoder_open(self.handle, slot, native.struct, tokens, len(prompt), self._error), self._error)
         if sampling.logprobs:
             self._with_logprobs.add(slot)
 
@@ -299,7 +305,9 @@ class LlamaDecoder:
     def _fill(self, batch: StepBatch) -> None:
         chunks = batch.chunks
         count = len(chunks)
-        tokens = [token for chunk in chunks for token in chunk.tokens] if count > 1 else chunks[0].tokens if chunks else ()
+        tokens = (
+            [token for chunk in chunks for token in chunk.tokens] if count > 1 else chunks[0].tokens if chunks else ()
+        )
         if count > self._slots or len(tokens) > self._batch_size or len(batch.moves) > self._slots:
             raise DecodeError(
                 f"a step takes {self._slots} chunks and {self._batch_size} tokens at most, not {count} and {len(tokens)}"

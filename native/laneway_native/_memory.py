@@ -70,7 +70,9 @@ def _machine(root: Path) -> tuple[int | None, int | None]:
             return None, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (ValueError, OSError):
             return None, None
-    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    sizes = {
+        name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest.split()
+    }
     return sizes.get("MemAvailable"), sizes.get("MemTotal")
 
 
@@ -84,7 +86,12 @@ def _groups(root: Path) -> list[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, used_name, cache_name = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            base, limit_name, used_name, cache_name = (
+                root / "sys/fs/cgroup",
+                "memory.max",
+                "memory.current",
+                "inactive_file",
+            )
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
             limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"

@@ -139,7 +139,9 @@ class Model:
     def _refuse_what_cannot_answer(self, raw: object) -> None:
         facts = ffi.cast("laneway_model_facts *", raw)
         if facts.encoder or not facts.decoder:
-            raise ModelLoadError(self.path, f"architecture {self.facts.architecture!r} is an encoder; Laneway runs decoders")
+            raise ModelLoadError(
+                self.path, f"architecture {self.facts.architecture!r} is an encoder; Laneway runs decoders"
+            )
         if facts.diffusion:
             raise ModelLoadError(self.path, f"architecture {self.facts.architecture!r} is a diffusion model")
         if facts.vocabulary_type == 0:
