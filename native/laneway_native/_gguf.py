@@ -141,9 +141,10 @@ _MATRIX = re.compile(
     r"(?:token_embd|output|blk\.\d+\.(?:attn_(?:q|k|v|qkv|output)|ffn_(?:up|down|gate)(?:_exps|_shexp)?))\.weight"
 )
 _VECTOR = re.compile(
-    r".*(?:norm\.weight|norm_\d\.weight|\.bias|rope_freqs\.weight|rope_factors_(?:long|short)\.weight)"
+    r".*(?:norm(?:_\d)?\.weight|\.bias|\.scale|\.input_scale|rope_freqs\.weight|rope_factors_\w+\.weight)"
 )
-"""llama.cpp adds these to, or multiplies them with, F32 activations: any other type is an assertion there."""
+_INTEGERS = frozenset({24, 25, 26, 27})
+"""llama.cpp adds vectors to F32 activations, or multiplies them: numbers of another type are an assertion there."""
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -913,7 +914,8 @@ def _check_particular(file: _File, name: str, layers: int, embedding_length: int
 
 def _check_tensors(tensors: Mapping[str, _Tensor], shape: _Shape, vocabulary_size: int) -> None:
     for name, tensor in tensors.items():
-        if tensor.type != _F32 and _VECTOR.fullmatch(name):
+        vector = len(_trimmed(tensor.dims)) <= 1 and tensor.type not in _INTEGERS
+        if tensor.type != _F32 and (vector or _VECTOR.fullmatch(name)):
             raise _Refused(f"tensor {name!r} is stored as {tensor.type_name}; llama.cpp needs F32 there")
         if tensor.type in _NO_MATRIX and _MATRIX.fullmatch(name):
             raise _Refused(f"tensor {name!r} is stored as {tensor.type_name}, which no weight matrix can be")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import re
@@ -433,6 +434,13 @@ def drop_tensor(name: str) -> Spoil:
     return spoil
 
 
+def add_tensor(name: str, dims: tuple[int, ...], kind: TensorType) -> Spoil:
+    def spoil(_metadata: Metadata, tensors: list[Tensor]) -> None:
+        tensors.append(Tensor(name, dims, kind, bytes(2 * math.prod(dims))))
+
+    return spoil
+
+
 def store(name: str, kind: int, size: float) -> Spoil:
     def spoil(_metadata: Metadata, tensors: list[Tensor]) -> None:
         for index, tensor in enumerate(tensors):
@@ -500,6 +508,11 @@ HYPERPARAMETERS: list[tuple[Spoil, str]] = [
     (
         store("output_norm.weight", TensorType.Q8_0, 34 / 32),
         "'output_norm.weight' is stored as Q8_0; llama.cpp needs F32",
+    ),
+    (add_tensor("blk.1.attn_q.input_scale", (1,), TensorType.F16), "'blk.1.attn_q.input_scale' is stored as F16"),
+    (
+        add_tensor("blk.1.anything", (64, 1, 1), TensorType.F16),
+        "'blk.1.anything' is stored as F16; llama.cpp needs F32",
     ),
     (store("blk.1.attn_q.weight", 26, 4), "'blk.1.attn_q.weight' is stored as I32, which no weight matrix can be"),
     (store("token_embd.weight", 28, 8), "'token_embd.weight' is stored as F64, which no weight matrix can be"),

