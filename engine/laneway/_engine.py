@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from laneway._declarations import Backend, Loader
+    from laneway._declarations import Backend, Loader, Operation
     from laneway._plugins import PluginRecord
     from laneway._request import Request
 
@@ -307,13 +307,21 @@ class Engine:
         """
         return _OpenRun(self, model, kind, request, request_id, overflow, queue_timeout, cap, backpressure)
 
+    def operation(self, model: Model, kind: str) -> Operation:
+        """What runs ``kind`` on ``model``; its ``request_type`` is what :meth:`run` takes.
+
+        :raises OperationNotFoundError: no plugin declares it for such a model
+        """
+        self._own(model)
+        return self._host.operation(kind, model.has_decoder, model.name)
+
     async def _admit(self, opening: _OpenRun) -> Request:
         model = opening.model
         if self._registry.closed:
             raise EngineClosedError
         self._own(model)
         model.check_open()
-        operation = self._host.operation(opening.kind, model.has_decoder, model.name)
+        operation = self.operation(model, opening.kind)
         overflow = _check_run(opening)
         if not isinstance(opening.request, operation.request_type):
             wanted, got = operation.request_type.__name__, type(opening.request).__name__
