@@ -374,6 +374,7 @@ async def test_waiting_ends_when_the_other_has_finished(place: Place, autojump_c
             other = -1
 
     assert await pull(with_sum(), progress=finish) == place.model
+    assert other == -1
 
 
 async def test_waiting_survives_that_the_directory_goes(place: Place, autojump_clock: trio.testing.MockClock) -> None:
@@ -391,6 +392,7 @@ async def test_waiting_survives_that_the_directory_goes(place: Place, autojump_c
             other = -1
 
     assert await pull(with_sum(), progress=fail) == place.model
+    assert other == -1
 
 
 async def test_what_a_killed_pull_left_is_swept_away(place: Place) -> None:
