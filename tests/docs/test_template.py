@@ -59,7 +59,8 @@ def installed(wheel: Path, template: Path, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     scripts = folder / "bin"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", scripts / "python"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    pip += ["--python", scripts / "python"]
     # The project's own pip: the environment needs none, and the one that comes with Python may not know groups.
     run(*pip, "install", "--quiet", wheel, ".", "--group", "test", cwd=template)
     return scripts
