@@ -66,6 +66,8 @@ LastError::~LastError() {
     last_error = nullptr;
 }
 
+void warn(const std::string &text) { on_line(GGML_LOG_LEVEL_WARN, text.c_str(), nullptr); }
+
 std::string LastError::text(const char *otherwise) const { return last_error->empty() ? otherwise : *last_error; }
 
 } // namespace laneway

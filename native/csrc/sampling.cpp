@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <ctime>
 #include <limits>
 
 // A wheel for any x86-64 gets these loops three times and picks at load time; a build for this machine needs no choice.
@@ -210,6 +211,21 @@ float adjusted(float before, double after) {
     }
     return static_cast<float>(std::clamp<double>(after, -FLT_MAX, FLT_MAX));
 }
+
+// Time that this thread has worked, whatever else the machine does.
+double thread_seconds() {
+#ifdef CLOCK_THREAD_CPUTIME_ID
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+#else
+    return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+#endif
+}
+
+// Testing and accepting one token takes microseconds.  Where it takes longer the ways to go on double or worse with every
+// token, and all sequences of the batch wait.
+constexpr double most_grammar_seconds = 0.05;
 
 uint64_t rotated(uint64_t x, int bits) { return (x << bits) | (x >> (64 - bits)); }
 
@@ -495,6 +511,17 @@ void Sampler::accept(int32_t token) {
     }
 }
 
+int32_t Sampler::end_token(int32_t count) const {
+    int32_t token = vocabulary ? llama_vocab_eos(vocabulary) : -1;
+    for (int32_t id = 0; vocabulary && token < 0 && id < count; ++id) {
+        token = llama_vocab_is_eog(vocabulary, id) ? id : -1;
+    }
+    if (token < 0) {
+        throw Failure(LANEWAY_NO_TOKEN, "bias and grammar forbid every token, and the model has no end token");
+    }
+    return token;
+}
+
 int32_t Sampler::pick(float *logits, int32_t count, Scratch &scratch, laneway_choice *choice) {
     double log_sum = 0;
     std::vector<std::pair<int32_t, float>> raw; // what adjust() is going to change
@@ -529,28 +556,34 @@ int32_t Sampler::pick(float *logits, int32_t count, Scratch &scratch, laneway_ch
     }
 
     adjust(logits, count);
-    int32_t token;
-    if (grammar_ended) {
-        token = -1;
-    } else {
+    int32_t token = -1;
+    if (!grammar_ended) {
         scratch.survey.run(logits, count);
         token = choose(logits, count, scratch);
-        if (grammar && token >= 0 && !allows(token)) {
-            token = choose_allowed(logits, count, scratch);
-        }
     }
-    if (token >= 0) {
+    if (grammar && token >= 0) {
+        double began = thread_seconds();
+        if (!allows(token)) {
+            const double tested = thread_seconds() - began;
+            token = choose_allowed(logits, count, scratch);
+            began = thread_seconds() - tested;
+        }
+        if (token >= 0) {
+            accept(token);
+            if (thread_seconds() - began > most_grammar_seconds) {
+                warn("a grammar is too ambiguous to follow: the answer ends here");
+                grammar_ended = true;
+            }
+        } else {
+            warn("a grammar and its request's bias allow no token: the answer ends here");
+        }
+    } else if (token >= 0) {
         accept(token);
-    } else {
+    }
+    if (token < 0) {
         // Nothing is left that may come next.  An answer that cannot go on ends.
         grammar_ended = grammar != nullptr;
-        token = vocabulary ? llama_vocab_eos(vocabulary) : -1;
-        for (int32_t id = 0; vocabulary && token < 0 && id < count; ++id) {
-            token = llama_vocab_is_eog(vocabulary, id) ? id : -1;
-        }
-        if (token < 0) {
-            throw Failure(LANEWAY_NO_TOKEN, "bias and grammar forbid every token, and the model has no end token");
-        }
+        token = end_token(count);
     }
 
     if (logprobs) {

@@ -89,6 +89,7 @@ private:
     int32_t draw(Scratch &scratch, float largest, double total);
     bool allows(int32_t token) const;
     void accept(int32_t token);
+    int32_t end_token(int32_t count) const;
     void see(int32_t token, int32_t answered);
 
     const llama_vocab *vocabulary;
@@ -101,7 +102,7 @@ private:
     std::unordered_map<int32_t, size_t> seen_at;
     bool counting;
     std::unique_ptr<llama_sampler, GrammarFree> grammar;
-    bool grammar_ended = false;
+    bool grammar_ended = false; // or could not be followed any further
     Random random;
 };
 

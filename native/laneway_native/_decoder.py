@@ -20,6 +20,7 @@ from laneway.decoder import (
 )
 from laneway_native._errors import check, check_load, new_error
 from laneway_native._ffi import ffi, lib
+from laneway_native._gbnf import check_gbnf
 from laneway_native._log import follow_level
 from laneway_native._memory import KV_TYPES, Available, KvType, Need, available, context_need
 from laneway_native._policy import KvMode, plan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from laneway.decoder import StepBatch
+    from laneway_native._llama import DecoderHandle
     from laneway_native._model import Model
 
 MOST_SLOTS = 256
@@ -43,6 +45,9 @@ _PAGE = 256
 
 _FLOAT_MAX = 3.4e38
 
+_GOOD_GRAMMARS = 64
+"""Grammars that are remembered as checked: programs use the same few again and again."""
+
 
 class LlamaDecoder:
     """Implements :class:`laneway.decoder.Decoder` on llama.cpp.
@@ -50,8 +55,9 @@ class LlamaDecoder:
     ``model`` must stay open until this is closed.  Making one allocates its memory and reads adapters, so it blocks:
     make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt`, any thread).
 
-    ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to 256.
-    ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long threads spin between steps, 0 to 100.
+    ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to
+    256.  ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long threads wait for the next
+    step before they sleep, 0 to 100.
     ``kv_type``: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  ``kv_mode``: "split" or "unified"; with
     ``flash_attention``, None leaves the choice to :func:`laneway_native.plan`.  ``chunk_target``: seconds that one
     prefill chunk may take while others decode.  ``lora``: pairs of an adapter file and its scale.  ``rope_freq_base``
@@ -77,7 +83,7 @@ class LlamaDecoder:
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
     ) -> None:
-        self._handle = ffi.NULL
+        self._handle: DecoderHandle = ffi.NULL
         self._model = model
         source = model.path
         _check_whole(source, "parallel", parallel, 1, MOST_SLOTS)
@@ -134,6 +140,7 @@ class LlamaDecoder:
         # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
         self._limiter = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
+        self._good_grammars: set[str] = set()
         self._error = new_error()
         self._step_error = new_error()
         # Buffers of a step, filled and read again and again.
@@ -247,15 +254,18 @@ class LlamaDecoder:
         for token, _ in sampling.logit_bias:
             if not 0 <= token < size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {size} entries", "logit_bias")
-        if sampling.grammar is not None:
-            native = native_sampling(sampling)
-            error = new_error()
-            out = ffi.new("laneway_sampler **")
-            check(lib.laneway_sampler_new(self._model.handle, native.struct, ffi.NULL, 0, out, error), error)
-            lib.laneway_sampler_free(out[0])
+        if sampling.grammar is not None and sampling.grammar not in self._good_grammars:
+            check_grammar(self._model, sampling.grammar)
+            if len(self._good_grammars) >= _GOOD_GRAMMARS:
+                self._good_grammars.clear()
+            self._good_grammars.add(sampling.grammar)
 
     def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
-        """Give a slot without a sampler one that has seen ``prompt``.  Cells may be there from :meth:`copy` or :meth:`load`."""
+        """Give a slot a sampler that has seen ``prompt``.
+
+        It must have none; cells may be there, from :meth:`copy` or :meth:`load`.
+        """
+        self.check(sampling)
         native = native_sampling(sampling)
         tokens = ffi.new("int32_t[]", prompt if isinstance(prompt, (list, tuple)) else list(prompt))
         check(lib.laneway_decoder_open(self.handle, slot, native.struct, tokens, len(prompt), self._error), self._error)
@@ -270,8 +280,8 @@ class LlamaDecoder:
     def copy(self, source: int, target: int, length: int) -> None:
         """Let ``target`` share the first ``length`` cells of ``source``.
 
-        Raises :class:`DecodeError` in split KV mode, for recurrent and hybrid models, and where cells that the copy needs
-        have slid out of the model's window.
+        Raises :class:`DecodeError` in split KV mode, for recurrent and hybrid models, and where cells that the copy
+        needs have slid out of the model's window.
         """
         check(lib.laneway_decoder_copy(self.handle, source, target, length, self._error), self._error)
 
@@ -310,7 +320,8 @@ class LlamaDecoder:
         )
         if count > self._slots or len(tokens) > self._batch_size or len(batch.moves) > self._slots:
             raise DecodeError(
-                f"a step takes {self._slots} chunks and {self._batch_size} tokens at most, not {count} and {len(tokens)}"
+                f"a step takes at most {self._slots} chunks and {self._batch_size} tokens, "
+                f"not {count} and {len(tokens)}"
             )
         try:
             self._slot_ids[0:count] = [chunk.slot for chunk in chunks]
@@ -350,10 +361,13 @@ class LlamaDecoder:
 
     async def save(self, slot: int) -> bytes:
         """A slot's cells, sealed with length, checksum and fingerprint.  Raises :class:`DecodeError` if it has none."""
+        handle = self.handle
+        state = b""
         with trio.CancelScope(shield=True):
-            return await trio.to_thread.run_sync(self._save, self.handle, slot, limiter=self._limiter)
+            state = await trio.to_thread.run_sync(self._save, handle, slot, limiter=self._limiter)
+        return state  # noqa: RET504 - to the type checker a scope may swallow what is raised in it
 
-    def _save(self, handle: object, slot: int) -> bytes:
+    def _save(self, handle: DecoderHandle, slot: int) -> bytes:
         error = new_error()
         size = ffi.new("size_t *")
         check(lib.laneway_decoder_state_size(handle, slot, size, error), error)
@@ -366,11 +380,14 @@ class LlamaDecoder:
         return bytes(buffer)
 
     async def load(self, slot: int, state: bytes) -> None:
-        """Fill a slot that holds no cells.  Raises :class:`DecodeError` if the bytes are not whole or not of this setting."""
+        """Fill a slot that holds no cells.
+
+        Raises :class:`DecodeError` if the bytes are not whole, or of another model or setting.
+        """
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(self._load, self.handle, slot, state, limiter=self._limiter)
 
-    def _load(self, handle: object, slot: int, sealed: bytes) -> None:
+    def _load(self, handle: DecoderHandle, slot: int, sealed: bytes) -> None:
         state = unseal(sealed, self._fingerprint)
         error = new_error()
         check(
@@ -400,7 +417,7 @@ class LlamaDecoder:
         await self.aclose()
 
     @property
-    def handle(self) -> object:
+    def handle(self) -> DecoderHandle:
         """The native decoder, for this package's own use."""
         if not self._handle:
             raise DecodeError("the decoder is closed")
@@ -439,10 +456,7 @@ class NativeSampling:
             struct.bias_values = values
             self._buffers += [tokens, values]
         if sampling.grammar is not None:
-            raw = sampling.grammar.encode("utf-8", "surrogatepass")
-            if b"\0" in raw:
-                raise InvalidRequestError("has a null character in it", "grammar")
-            grammar = ffi.new("char[]", raw)
+            grammar = ffi.new("char[]", sampling.grammar.encode("utf-8", "replace"))
             struct.grammar = grammar
             self._buffers.append(grammar)
 
@@ -450,6 +464,20 @@ class NativeSampling:
 def native_sampling(sampling: Sampling) -> NativeSampling:
     """``sampling`` as C wants it; keep the object for as long as C looks at it."""
     return NativeSampling(sampling)
+
+
+def check_grammar(model: Model, grammar: str) -> None:
+    """Raise :class:`InvalidRequestError` for a grammar that llama.cpp must not or does not take."""
+    if "\0" in grammar:
+        raise InvalidRequestError("has a null character in it", "grammar")
+    check_gbnf(
+        grammar, vocabulary=model.size, tokenize=lambda text: model.tokenize(text, bos=False, special=True)
+    )
+    native = native_sampling(Sampling(grammar=grammar))
+    error = new_error()
+    out = ffi.new("laneway_sampler **")
+    check(lib.laneway_sampler_new(model.handle, native.struct, ffi.NULL, 0, out, error), error)
+    lib.laneway_sampler_free(out[0])
 
 
 def default_threads() -> int:

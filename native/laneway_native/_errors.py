@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from laneway_native._llama import Error
 
 _ADVICE = {
-    lib.LANEWAY_CELLS_FULL: "the context is full although no slot may pass its window; drop slots, or load with more context_size",
+    lib.LANEWAY_CELLS_FULL: "no slot may pass its window: drop one, or load with a larger context_size",
     lib.LANEWAY_OUT_OF_MEMORY: "free memory, or load with a smaller context_size or parallel",
 }
 
 
 def new_error() -> Error:
     """A buffer for what goes wrong in one call."""
-    return ffi.new("laneway_error *")
+    error: Error = ffi.new("laneway_error *")
+    return error
 
 
 def text_of(error: Error) -> str:
@@ -32,8 +33,8 @@ def text_of(error: Error) -> str:
 def check(status: int, error: Error, *, sequences: int = 0) -> None:
     """Raise what the status of a decoder's or sampler's call means; do nothing for ``LANEWAY_OK``.
 
-    ``sequences`` is how many took part in the call.  Raises :class:`StepInterrupted`, :class:`InvalidRequestError` for a
-    grammar that llama.cpp does not take, :class:`DecodeError` for the rest.
+    ``sequences`` is how many took part in the call.  Raises :class:`StepInterrupted`, :class:`InvalidRequestError` for
+    a grammar that llama.cpp does not take, :class:`DecodeError` for the rest.
     """
     if lib.laneway_log_waiting():
         drain()

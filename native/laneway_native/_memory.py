@@ -154,8 +154,8 @@ def context_need(
 ) -> Need:
     """Estimate what a context allocates.
 
-    ``cells`` is the number of KV cells over all slots, ``batch`` the tokens of one micro-batch, ``slot_cells`` the cells
-    that one row of attention looks at.
+    ``cells`` is the number of KV cells over all slots, ``batch`` the tokens of one micro-batch, ``slot_cells`` the
+    cells that one row of attention looks at.
     """
     # Activations live a few at a time; logits are one row a slot, computed and copied out; one mask.
     compute = 4 * batch * (8 * embedding + 3 * feed_forward) + 2 * 4 * slots * vocabulary + 4 * batch * slot_cells

@@ -16,10 +16,10 @@ from laneway_native._gguf import GgufHeader, check_gguf
 from laneway_native._log import follow_level
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from laneway_native._llama import ModelHandle
+    from laneway_native._llama import ModelFactsStruct, ModelHandle
 
 
 class Loading:
@@ -36,7 +36,8 @@ class Loading:
     @property
     def progress(self) -> float:
         """From 0 to 1."""
-        return self._progress[0]
+        progress: float = self._progress[0]
+        return progress
 
 
 @attrs.frozen(kw_only=True)
@@ -76,9 +77,9 @@ class Model:
         self.header = header
         """What the file says of itself."""
         self._facts: ModelFacts | None = None
-        raw = ffi.new("laneway_model_facts *")
+        raw: ModelFactsStruct = ffi.new("laneway_model_facts *")
         lib.laneway_model_describe(handle, raw)
-        self._size = raw.vocabulary
+        self._size: int = raw.vocabulary
         self._bos, self._eos, self._adds_bos = raw.bos, raw.eos, bool(raw.adds_bos)
         self._pieces: list[bytes | None] = [None] * self._size
         ends = ffi.new("int32_t[]", self._size)
@@ -113,7 +114,7 @@ class Model:
         use_mmap: bool | None = None,
         loading: Loading | None = None,
     ) -> Self:
-        """Load a GGUF file; blocks for as long as the disk takes, so call it in a worker thread (or await :func:`load_model`).
+        """Load a GGUF file.  Blocks for as long as the disk takes: call it in a worker thread, or :func:`load_model`.
 
         ``n_gpu_layers``: layers for the GPU, if the build has one (-1: all); ``use_mmap``: map the file (None: as
         llama.cpp sees fit).  Raises :class:`ModelLoadError` with the reason.
@@ -136,8 +137,7 @@ class Model:
             lib.laneway_model_free(out[0])
             raise
 
-    def _refuse_what_cannot_answer(self, raw: object) -> None:
-        facts = ffi.cast("laneway_model_facts *", raw)
+    def _refuse_what_cannot_answer(self, facts: ModelFactsStruct) -> None:
         if facts.encoder or not facts.decoder:
             raise ModelLoadError(
                 self.path, f"architecture {self.facts.architecture!r} is an encoder; Laneway runs decoders"
@@ -234,7 +234,7 @@ class Model:
         """The bytes of a whole text; ``special`` spells special tokens out."""
         return self._text(lib.laneway_detokenize, ffi.new("int32_t[]", list(tokens)), len(tokens), special=special)
 
-    def _text(self, function: object, *what: object, special: bool) -> bytes:
+    def _text(self, function: Callable[..., int], *what: object, special: bool) -> bytes:
         room = 64
         count = ffi.new("int32_t *")
         error = new_error()
@@ -243,7 +243,8 @@ class Model:
             if function(self.handle, *what, special, text, room, count, error):
                 raise ValueError(text_of(error))
             if count[0] <= room:
-                return ffi.unpack(text, count[0])
+                found: bytes = ffi.unpack(text, count[0])
+                return found
             room = count[0]
 
     def _read_metadata(self) -> dict[str, str]:
@@ -253,7 +254,7 @@ class Model:
             metadata[key] = self._metadata_text(lib.laneway_model_metadata_value, index)
         return metadata
 
-    def _metadata_text(self, function: object, index: int) -> str:
+    def _metadata_text(self, function: Callable[..., int], index: int) -> str:
         room = 256
         while True:
             text = ffi.new("char[]", room)

@@ -35,9 +35,9 @@ def plan(
     Split is fast only while the slots in use are consecutive (0..7: 13.6 ms, 0,2,..14: 41 ms), which the scheduler sees
     to (``contiguous``).  Prefixes can be shared in unified mode only: ask for it where that matters.
 
-    Flash attention: without it decoding is faster on the CPU (8 streams: 841 tokens/s all in, 693 with it), with it long
-    prompts are (8 prompts of 500 tokens: 1485 tokens/s, 1061 without), and the scores of a chunk against a long window
-    need not exist at once.  Quantised keys and values need it.
+    Flash attention: without it decoding is faster on the CPU (8 streams: 841 tokens/s all in, 693 with it), with it
+    long prompts are (8 prompts of 500 tokens: 1485 tokens/s, 1061 without), and the scores of a chunk against a long
+    window need not exist at once.  Quantised keys and values need it.
     """
     unified = slots == 1 if kv_mode is None else kv_mode == "unified"
     if flash_attention is None:

@@ -72,7 +72,9 @@ class Driver:
         del self.tokens[slot]
 
 
-async def answer(decoder: LlamaDecoder, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, **options: Any) -> list[int]:
+async def answer(
+    decoder: LlamaDecoder, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, **options: Any
+) -> list[int]:
     """What an otherwise empty decoder answers in slot 0."""
     driver = Driver(decoder)
     await driver.start(0, prompt, sampling, **options)

@@ -102,7 +102,9 @@ async def test_a_dropped_slot_can_be_used_at_once(tiny: Model, mode: dict[str, A
 
 
 @in_every_mode
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.2, seed=11, repeat_penalty=1.3, frequency_penalty=0.3)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.2, seed=11, repeat_penalty=1.3, frequency_penalty=0.3)]
+)
 async def test_a_move_takes_cells_and_sampler_along(tiny: Model, mode: dict[str, Any], sampling: Sampling) -> None:
     given_prompts = prompts(tiny, 4)
     async with decoder_of(tiny, **mode) as decoder:
@@ -186,7 +188,15 @@ async def test_a_copy_is_refused_where_it_cannot_be(tiny: Model) -> None:
         driver = Driver(decoder)
         await driver.start(0, prompt)
         await driver.start(1, prompt)
-        for source, target, length in [(0, 2, len(prompt) + 1), (0, 2, 0), (0, 2, -1), (0, 0, 2), (3, 2, 1), (0, 9, 2), (0, -1, 2)]:
+        for source, target, length in [
+            (0, 2, len(prompt) + 1),
+            (0, 2, 0),
+            (0, 2, -1),
+            (0, 0, 2),
+            (3, 2, 1),
+            (0, 9, 2),
+            (0, -1, 2),
+        ]:
             with pytest.raises(DecodeError):
                 decoder.copy(source, target, length)
         with pytest.raises(DecodeError, match="still holds"):
@@ -382,9 +392,12 @@ async def test_a_closed_decoder_says_so(tiny: Model) -> None:
     async with decoder_of(tiny) as decoder:
         pass
     await decoder.aclose()
-    for call in (lambda: decoder.open(0, GREEDY, [1]), lambda: decoder.drop(0), lambda: decoder.copy(0, 1, 1)):
-        with pytest.raises(DecodeError, match="closed"):
-            call()
+    with pytest.raises(DecodeError, match="closed"):
+        decoder.open(0, GREEDY, [1])
+    with pytest.raises(DecodeError, match="closed"):
+        decoder.drop(0)
+    with pytest.raises(DecodeError, match="closed"):
+        decoder.copy(0, 1, 1)
     with pytest.raises(DecodeError, match="closed"):
         await decoder.step(StepBatch((Chunk(0, 0, [1], True),)))
 
@@ -404,7 +417,7 @@ def native_threads() -> int:
 
 async def test_a_thousand_rounds_leave_memory_and_threads_as_they_were(tiny: Model) -> None:
     given_prompts = prompts(tiny, 4)
-    grammar = Sampling(temperature=1.0, seed=3, grammar='root ::= [a-z ]+', logprobs=True, logit_bias={3: 1.0})
+    grammar = Sampling(temperature=1.0, seed=3, grammar="root ::= [a-z ]+", logprobs=True, logit_bias={3: 1.0})
     async with decoder_of(tiny) as decoder:
 
         async def rounds(count: int) -> None:
@@ -474,7 +487,10 @@ def test_any_schedule_gives_each_sequence_its_own_tokens(tiny: Model, data: st.D
     """Starts, chunks, decode steps, drops and moves in any order: on an F32 model each answer is the lonely one."""
     mode = data.draw(st.sampled_from(MODES))
     plan = data.draw(
-        st.lists(st.tuples(st.sampled_from(["start", "decode", "drop", "move"]), st.integers(0, 3), st.integers(1, 9)), max_size=25)
+        st.lists(
+            st.tuples(st.sampled_from(["start", "decode", "drop", "move"]), st.integers(0, 3), st.integers(1, 9)),
+            max_size=25,
+        )
     )
 
     async def main() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneway.decoder import DecodeError, Sampling
-from tests.native.sampling_reference import Random, Reference, float32
 from tests.native.samplers import native_sampler
+from tests.native.sampling_reference import Random, Reference, float32
 
 BLOCK = 256
 """The C code works in blocks of so many logits."""
@@ -36,7 +36,7 @@ def rows(draw: st.DrawFn, size: int | None = None) -> list[float]:
 
 
 @st.composite
-def samplings(draw: st.DrawFn, size: int, **fixed: object) -> Sampling:
+def samplings(draw: st.DrawFn, /, size: int, **fixed: object) -> Sampling:
     """Any sampling that leaves a token in a vocabulary of ``size``."""
     fields: dict[str, object] = {
         "temperature": draw(st.one_of(st.just(0.0), st.floats(0.05, 5.0), st.sampled_from([1.0, 0.8]))),
@@ -206,7 +206,7 @@ def test_an_enormous_bias_is_only_a_bias(bias: float, temperature: float) -> Non
 def test_a_tiny_temperature_is_nearly_greedy() -> None:
     for temperature in (1e-320, 1e-30, 1e-6):
         for fields in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"top_k": 0}):
-            with native_sampler(Sampling(temperature=temperature, seed=1, **fields)) as sampler:  # type: ignore[arg-type]
+            with native_sampler(Sampling(temperature=temperature, seed=1, **fields)) as sampler:
                 assert {sampler.pick([1.0, 2.0, 1.5] * 200) for _ in range(10)} <= set(range(1, 600, 3))
 
 
