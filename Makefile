@@ -98,6 +98,11 @@ demo: model ## the main job: four answers side by side, one cancelled, a fifth i
 	@$(VENV)/bin/laneway demo
 
 bench: model ## ours against a bare C loop and llama-batched-bench; see benchmarks/
+	@echo "laneway: building the programs to compare with (the first time takes some minutes)"
+	@folder=$$(ls -d build/cp*-*/ | head -n 1); \
+	$(VENV)/bin/cmake -DLANEWAY_BUILD_BENCH=ON "$$folder" >build/bench.log && \
+	$(VENV)/bin/cmake --build "$$folder" --target laneway-bench >>build/bench.log || { \
+	    echo "laneway: they could not be built; see build/bench.log" >&2; exit 1; }
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean: ## remove what was built
