@@ -38,6 +38,7 @@ class Job:
     cells: list[int] = attrs.field(factory=list)
     answer: list[int] = attrs.field(factory=list)
     said: str = ""
+    together: list[int] = attrs.field(factory=list)  # the sizes of its decode steps
 
     @property
     def key(self) -> tuple[int, int]:
@@ -244,6 +245,8 @@ class SchedulerRules(RuleBasedStateMachine):
         result = StepResult({slot: tokens[at % len(tokens)] for at, slot in enumerate(sampled)}, seconds)
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
             self.all[sequence].cells.extend(chunk.tokens)
+            if not step.prefill:
+                self.all[sequence].together.append(len(step.sequences))
         outputs = self.scheduler.postprocess(step, result)
         assert [self.all[output.sequence].slot for output in outputs] == sampled
         for output in outputs:
@@ -304,6 +307,11 @@ class SchedulerRules(RuleBasedStateMachine):
             assert (job.sequence.slot, job.sequence.state) == (job.slot, job.state)
             assert job.sequence.computed == len(job.cells)
             assert job.cells == [*job.sequence.prompt, *job.answer][: len(job.cells)]
+
+    @invariant()
+    def decode_steps_are_counted(self) -> None:
+        for sequence, job in self.all.items():
+            assert (sequence.decode_steps, sequence.concurrency_sum) == (len(job.together), sum(job.together))
 
     @invariant()
     def the_window_holds(self) -> None:
