@@ -214,6 +214,7 @@ class Scheduler:
             return None
         if sequence.state is SequenceState.WAITING:
             self._leave_line(sequence)
+            sequence.state = SequenceState.FINISHED
             return None
         self._retire(sequence)
         return sequence.slot
@@ -309,7 +310,6 @@ class Scheduler:
         del line[place]
         if not line:
             del self._waiting[sequence.ticket]
-        sequence.state = SequenceState.FINISHED
 
     def _retire(self, sequence: Sequence) -> None:
         """End a sequence that holds a slot.  The slot is neither held nor free until it is released."""
