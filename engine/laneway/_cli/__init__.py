@@ -51,8 +51,12 @@ class CoreCommand:
 
 
 CORE_COMMANDS: dict[str, CoreCommand] = {
+    "demo": CoreCommand(
+        "laneway._cli._demo", "demo", "Watch answers side by side, cancels and the queue on a real model."
+    ),
     "plugins": CoreCommand("laneway._cli._plugins", "plugins", "List the plugins, and what is wrong with broken ones."),
     "pull": CoreCommand("laneway._cli._pull", "pull", "Fetch the model NAME, check it, and keep it in the cache."),
+    "run": CoreCommand("laneway._cli._run", "run", "Answer each PROMPT with MODEL, streamed."),
 }
 
 

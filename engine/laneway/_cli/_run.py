@@ -40,9 +40,9 @@ MOST_AT_ONCE = 8
 @click.option("--context-size", type=int, help="Tokens of all answers at a time together, prompts included.")
 @click.option("--threads", type=int, help="CPU threads (default: one for each physical core).")
 def run(model: str, prompts: tuple[str, ...], **options: Any) -> None:
-    """Answer each PROMPT with MODEL: a path, a name that was pulled, or a pulled package file.
+    """Answer each PROMPT with MODEL, streamed.
 
-    The prompt - is read from standard input.  Models that chat are asked in a chat, others continue the text.
+    MODEL is a path, or a name that was pulled.  The prompt - is read from standard input.  Models that chat are asked in a chat, others continue the text.
     """
     trio.run(_run, model, _read_prompts(prompts), Settings(**options))
 
@@ -198,7 +198,11 @@ async def _answer_all(engine: Engine, model: Model, requests: list[Any], sink: S
 class _One:
     """A single answer, as it comes."""
 
+    def __init__(self) -> None:
+        self._in_a_line = False
+
     def said(self, index: int, text: str) -> None:
+        self._in_a_line = True
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -206,7 +210,8 @@ class _One:
         _answers.stdout_line("")
 
     def failed(self, index: int, error: LanewayError) -> None:
-        _answers.stdout_line("")
+        if self._in_a_line:
+            _answers.stdout_line("")
 
 
 class _Labelled:
