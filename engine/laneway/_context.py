@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import trio
 
-from laneway._errors import ModelNotLoadedError
+from laneway._errors import InvalidRequestError, ModelNotLoadedError
 from laneway._run import collect_stats
 from laneway._scheduler import Sequence
 from laneway._tokens import Tokens
@@ -76,6 +76,10 @@ class Context:
             raise ModelNotLoadedError(model.name, "it has no decoder")
         model.check_prompt(prompt)
         model.check_sampling(sampling)
+        if max_tokens is not None and max_tokens < 1:
+            raise InvalidRequestError(f"must be at least 1, or None, not {max_tokens!r}", "max_tokens")
+        if not all(stop):
+            raise InvalidRequestError("an empty stop string would stop everything at once", "stop")
         sequence = Sequence(
             ticket=request.number,
             index=next(self._indexes),

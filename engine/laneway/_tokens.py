@@ -185,9 +185,11 @@ class Tokens:
         """Take one step's output, ``now`` being when its token came."""
         if self._ended.is_set():
             return
-        if self._first_token_at is None:
-            self._first_token_at = now
-        self._last_token_at = now
+        # An end token is no part of the answer, and its time is none of a token's.
+        if output.finish_reason != "eos":
+            if self._first_token_at is None:
+                self._first_token_at = now
+            self._last_token_at = now
         if output.text or output.logprob is not None:
             self._push(output)
         if output.finish_reason is not None:

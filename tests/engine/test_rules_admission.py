@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 import laneway
+from laneway.testing import ScriptedTokenizer
 from tests.engine.kit import GREEDY, Body, Generate, bench, forever
 
 PROMPT = (5, 6, 7)
@@ -293,8 +294,15 @@ async def test_A10_generate_checks_what_prepare_did_not(autojump_clock: trio.tes
     async def empty(ctx: laneway.RequestContext) -> None:
         ctx.generate([], GREEDY)
 
+    async def no_tokens(ctx: laneway.RequestContext) -> None:
+        ctx.generate([1], GREEDY, max_tokens=0)
+
+    async def stop_at_once(ctx: laneway.RequestContext) -> None:
+        ctx.generate([1], GREEDY, stop=("",))
+
     async with bench() as b:
-        for body, error in ((too_long, laneway.ContextOverflowError), (empty, laneway.InvalidRequestError)):
+        for body in (too_long, empty, no_tokens, stop_at_once):
+            error = laneway.ContextOverflowError if body is too_long else laneway.InvalidRequestError
             async with b.run("body", Body(body)) as run:
                 with pytest.raises(error):
                     await run.result()
@@ -407,3 +415,13 @@ async def test_A15_queue_seconds_end_with_the_first_prefill_chunk(autojump_clock
     assert stats.time_to_first_token == pytest.approx(4.1)
     assert stats.tokens_per_second == pytest.approx(10)
     assert stats.average_concurrent_sequences == 1
+
+
+async def test_A15_an_empty_answer_has_no_time_to_first_token(autojump_clock: trio.testing.MockClock) -> None:
+    end = min(ScriptedTokenizer().end_tokens)
+    async with bench(script={PROMPT: [end]}) as b:
+        async with b.run("generate", Generate(PROMPT)) as run:
+            answer = await run.result()
+    assert (answer.tokens, answer.text, answer.stop_reason) == ((), "", "eos")
+    assert answer.stats.time_to_first_token is None
+    assert answer.stats.tokens_per_second is None
