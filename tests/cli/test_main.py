@@ -114,7 +114,10 @@ def test_an_error_is_one_line_and_status_1(site: FakeSite, how: str, line: str) 
         (["fail"], "laneway: error: Missing argument 'HOW' (see: laneway fail --help)"),
         (["--nope"], "laneway: error: No such option '--nope' (see: laneway --help)"),
         (["fial"], "laneway: error: no command 'fial'; did you mean fail? (see: laneway --help)"),
-        (["xyzzy"], "laneway: error: no command 'xyzzy'; there are: demo, fail, plugins, pull, run (see: laneway --help)"),
+        (
+            ["xyzzy"],
+            "laneway: error: no command 'xyzzy'; there are: demo, fail, plugins, pull, run (see: laneway --help)",
+        ),
     ],
 )
 def test_a_wrong_use_is_one_line_and_status_2(site: FakeSite, args: list[str], line: str) -> None:

@@ -42,7 +42,8 @@ MOST_AT_ONCE = 8
 def run(model: str, prompts: tuple[str, ...], **options: Any) -> None:
     """Answer each PROMPT with MODEL, streamed.
 
-    MODEL is a path, or a name that was pulled.  The prompt - is read from standard input.  Models that chat are asked in a chat, others continue the text.
+    MODEL is a path, or a name that was pulled.  The prompt - is read from standard input.  Models that chat are asked
+    in a chat, others continue the text.
     """
     trio.run(_run, model, _read_prompts(prompts), Settings(**options))
 
