@@ -86,7 +86,7 @@ types: build ## mypy, strict
 unit: build ## the quick tests
 	@$(PY) -m pytest -m 'not slow and not real_model' $(PYTEST_ARGS)
 
-test: build wheel lint types model ## everything: build, wheel, lint, types, all tests
+test: lint build types wheel model ## everything: build, wheel, lint, types, all tests
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
 stateful: build ## the state machines for long: EXAMPLES=20000
