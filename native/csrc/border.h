@@ -35,14 +35,14 @@ template <typename Body> int32_t guarded(laneway_error *error, Body body) {
     }
 }
 
-// The last error line that llama.cpp has logged on this thread since the object was made: the reason why a call of it
-// gave nothing.  Not nested.
-class LastError {
+// The first error line that llama.cpp has logged on this thread since the object was made: the reason why a call of it
+// gave nothing, of which later lines only say that it had consequences.  Not nested.
+class FirstError {
 public:
-    LastError();
-    ~LastError();
-    LastError(const LastError &) = delete;
-    LastError &operator=(const LastError &) = delete;
+    FirstError();
+    ~FirstError();
+    FirstError(const FirstError &) = delete;
+    FirstError &operator=(const FirstError &) = delete;
     // `otherwise` if nothing was logged.
     std::string text(const char *otherwise) const;
 };

@@ -8,7 +8,7 @@
 
 using laneway::Failure;
 using laneway::guarded;
-using laneway::LastError;
+using laneway::FirstError;
 using laneway::Sampler;
 using laneway::Scratch;
 
@@ -132,7 +132,7 @@ void laneway_decoder::move(int32_t from, int32_t to) {
         if (moving.size() < size) {
             moving.resize(size);
         }
-        const LastError reason;
+        const FirstError reason;
         if (llama_state_seq_get_data(context.get(), moving.data(), size, from) != size ||
             llama_state_seq_set_data(context.get(), moving.data(), size, to) != size) {
             throw Failure(LANEWAY_BAD_STATE, "slot " + std::to_string(from) + " could not be moved: " +
@@ -186,7 +186,7 @@ void laneway_decoder::decode(laneway_batch &batch) {
     native.n_seq_id = one_each.data();
     native.seq_id = sequence_of.data();
     native.logits = outputs.data();
-    const LastError reason;
+    const FirstError reason;
     const int32_t status = llama_decode(context.get(), native);
     switch (status) {
     case 0:
@@ -273,7 +273,7 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
         params.abort_callback = is_raised;
         params.abort_callback_data = &made->interrupted;
         {
-            const LastError reason;
+            const FirstError reason;
             made->context.reset(llama_init_from_model(model->model, params));
             if (!made->context) {
                 throw Failure(LANEWAY_CONTEXT_FAILED, reason.text("llama.cpp gives no reason"));
@@ -289,7 +289,7 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
         std::vector<llama_adapter_lora *> adapters;
         std::vector<float> scales;
         for (int32_t i = 0; i < options->adapters_count; ++i) {
-            const LastError reason;
+            const FirstError reason;
             made->adapters.emplace_back(llama_adapter_lora_init(model->model, options->adapters[i].path));
             if (!made->adapters.back()) {
                 throw Failure(LANEWAY_ADAPTER_FAILED, std::string("adapter ") + options->adapters[i].path + ": " +
@@ -413,7 +413,7 @@ int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, uint8_
                                   laneway_error *error) {
     return guarded(error, [&] {
         decoder->check_slot(slot);
-        const LastError reason;
+        const FirstError reason;
         if (llama_state_seq_get_data(decoder->context.get(), bytes, size, slot) != size) {
             throw Failure(LANEWAY_BAD_STATE, reason.text("llama.cpp wrote less state than it announced"), slot);
         }
@@ -425,7 +425,7 @@ int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const 
     return guarded(error, [&] {
         decoder->check_slot(slot);
         decoder->check_empty(slot);
-        const LastError reason;
+        const FirstError reason;
         const size_t taken = llama_state_seq_set_data(decoder->context.get(), bytes, size, slot);
         if (taken != size) {
             const std::string text = reason.text("llama.cpp did not take all of the state");

@@ -47,7 +47,7 @@ const char *laneway_llama_commit(void);
 const char *laneway_system_info(void);
 
 // llama.cpp's log lines wait in a ring until they are taken; lines below level are dropped at once.
-// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error.
+// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error; 6 is a warning of our own.
 void laneway_log_level(int32_t level);
 int32_t laneway_log_waiting(void);
 // Takes the oldest line; returns its level, 0 if there is none.
@@ -98,8 +98,6 @@ int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t l
                          int32_t *tokens, int32_t size, int32_t *count, laneway_error *error);
 int32_t laneway_piece(const laneway_model *model, int32_t token, int32_t special,
                       char *text, int32_t size, int32_t *count, laneway_error *error);
-int32_t laneway_detokenize(const laneway_model *model, const int32_t *tokens, int32_t tokens_count, int32_t special,
-                           char *text, int32_t size, int32_t *count, laneway_error *error);
 
 // ---- sampling
 

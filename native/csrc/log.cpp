@@ -15,13 +15,30 @@ struct Line {
 };
 
 constexpr size_t capacity = 256;
+constexpr int32_t our_level = 6; // above all of ggml's
 std::mutex mutex;
 std::deque<Line> lines;
 std::atomic<int32_t> waiting{0};
 std::atomic<int32_t> threshold{GGML_LOG_LEVEL_WARN};
 
-thread_local std::string *last_error = nullptr;
+thread_local std::string *first_error = nullptr;
 thread_local int32_t last_level = 0;
+
+void keep(int32_t level, const std::string &line, bool continued) {
+    if (level < threshold.load(std::memory_order_relaxed)) {
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (continued && !lines.empty()) {
+        lines.back().text += line;
+        return;
+    }
+    if (lines.size() == capacity) {
+        lines.pop_front(); // the newest lines tell why something failed
+    }
+    lines.push_back({level, line});
+    waiting.store(static_cast<int32_t>(lines.size()), std::memory_order_relaxed);
+}
 
 void on_line(ggml_log_level level, const char *text, void *) {
     const bool continued = level == GGML_LOG_LEVEL_CONT;
@@ -35,22 +52,10 @@ void on_line(ggml_log_level level, const char *text, void *) {
     if (line.find_first_not_of(". ") == std::string::npos) {
         return;
     }
-    if (effective == GGML_LOG_LEVEL_ERROR && last_error) {
-        *last_error = continued ? *last_error + line : line;
+    if (effective == GGML_LOG_LEVEL_ERROR && first_error && first_error->empty()) {
+        *first_error = line;
     }
-    if (effective < threshold.load(std::memory_order_relaxed)) {
-        return;
-    }
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (continued && !lines.empty()) {
-        lines.back().text += line;
-        return;
-    }
-    if (lines.size() == capacity) {
-        lines.pop_front(); // the newest lines tell why something failed
-    }
-    lines.push_back({effective, line});
-    waiting.store(static_cast<int32_t>(lines.size()), std::memory_order_relaxed);
+    keep(effective, line, continued);
 }
 
 std::once_flag started;
@@ -59,16 +64,16 @@ std::once_flag started;
 
 namespace laneway {
 
-LastError::LastError() { last_error = new std::string; }
+FirstError::FirstError() { first_error = new std::string; }
 
-LastError::~LastError() {
-    delete last_error;
-    last_error = nullptr;
+FirstError::~FirstError() {
+    delete first_error;
+    first_error = nullptr;
 }
 
-void warn(const std::string &text) { on_line(GGML_LOG_LEVEL_WARN, text.c_str(), nullptr); }
+void warn(const std::string &text) { keep(our_level, text, false); }
 
-std::string LastError::text(const char *otherwise) const { return last_error->empty() ? otherwise : *last_error; }
+std::string FirstError::text(const char *otherwise) const { return first_error->empty() ? otherwise : *first_error; }
 
 } // namespace laneway
 

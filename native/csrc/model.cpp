@@ -6,7 +6,7 @@
 
 using laneway::Failure;
 using laneway::guarded;
-using laneway::LastError;
+using laneway::FirstError;
 
 namespace {
 
@@ -35,7 +35,7 @@ int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mo
         params.load_mode = load_mode == 0 ? LLAMA_LOAD_MODE_NONE : load_mode == 1 ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_AUTO;
         params.progress_callback = on_progress;
         params.progress_callback_user_data = &loading;
-        const LastError reason;
+        const FirstError reason;
         llama_model *loaded = llama_model_load_from_file(path, params);
         if (!loaded) {
             if (__atomic_load_n(cancelled, __ATOMIC_RELAXED)) {
@@ -130,21 +130,6 @@ int32_t laneway_piece(const laneway_model *model, int32_t token, int32_t special
             throw Failure(LANEWAY_BAD_ARGUMENT, "token " + std::to_string(token) + " is not in the vocabulary");
         }
         const int32_t n = llama_token_to_piece(model->vocabulary, token, text, size, 0, special != 0);
-        *count = n < 0 ? -n : n;
-    });
-}
-
-int32_t laneway_detokenize(const laneway_model *model, const int32_t *tokens, int32_t tokens_count, int32_t special,
-                           char *text, int32_t size, int32_t *count, laneway_error *error) {
-    *count = 0;
-    return guarded(error, [&] {
-        const int32_t vocabulary = llama_vocab_n_tokens(model->vocabulary);
-        for (int32_t i = 0; i < tokens_count; ++i) {
-            if (tokens[i] < 0 || tokens[i] >= vocabulary) {
-                throw Failure(LANEWAY_BAD_ARGUMENT, "token " + std::to_string(tokens[i]) + " is not in the vocabulary");
-            }
-        }
-        const int32_t n = llama_detokenize(model->vocabulary, tokens, tokens_count, text, size, false, special != 0);
         *count = n < 0 ? -n : n;
     });
 }

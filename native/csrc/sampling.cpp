@@ -302,7 +302,7 @@ Sampler::Sampler(const llama_vocab *vocabulary, const laneway_sampling &sampling
         if (!vocabulary) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "a grammar needs a model's vocabulary");
         }
-        const LastError reason;
+        const FirstError reason;
         // An empty text would give a sampler that allows everything.
         grammar.reset(*sampling.grammar ? llama_sampler_init_grammar(vocabulary, sampling.grammar, "root") : nullptr);
         if (!grammar) {

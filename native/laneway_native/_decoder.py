@@ -184,7 +184,8 @@ class LlamaDecoder:
         options.type_k = options.type_v = self._kv.number
         options.unified = policy.unified_kv
         options.flash_attention = policy.flash_attention
-        options.whole_window = 0
+        # Shared cells of a sliding-window layer cannot be used again, however far they have slid: keep room for all.
+        options.whole_window = policy.unified_kv and self._slots > 1
         options.rope_base = rope_base
         options.rope_scale = rope_scale
         paths = [ffi.new("char[]", os.fsencode(path)) for path, _ in self._lora]
@@ -470,9 +471,7 @@ def check_grammar(model: Model, grammar: str) -> None:
     """Raise :class:`InvalidRequestError` for a grammar that llama.cpp must not or does not take."""
     if "\0" in grammar:
         raise InvalidRequestError("has a null character in it", "grammar")
-    check_gbnf(
-        grammar, vocabulary=model.size, tokenize=lambda text: model.tokenize(text, bos=False, special=True)
-    )
+    check_gbnf(grammar, vocabulary=model.size, tokenize=lambda text: model.tokenize(text, bos=False, special=True))
     native = native_sampling(Sampling(grammar=grammar))
     error = new_error()
     out = ffi.new("laneway_sampler **")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from laneway.decoder import DecodeError, InvalidRequestError, ModelLoadError, StepInterrupted
@@ -10,6 +11,8 @@ from laneway_native._log import drain
 
 if TYPE_CHECKING:
     from laneway_native._llama import Error
+
+_SPEAKER = re.compile(r"^(?:\w+: )+(?:error loading model: )?(?:\w+: (?=\w+ \w+))?")
 
 _ADVICE = {
     lib.LANEWAY_CELLS_FULL: "no slot may pass its window: drop one, or load with a larger context_size",
@@ -37,7 +40,7 @@ def check(status: int, error: Error, *, sequences: int = 0) -> None:
     a grammar that llama.cpp does not take, :class:`DecodeError` for the rest.
     """
     if lib.laneway_log_waiting():
-        drain()
+        drain(failed=status != lib.LANEWAY_OK)
     if status == lib.LANEWAY_OK:
         return
     text = text_of(error)
@@ -50,6 +53,8 @@ def check(status: int, error: Error, *, sequences: int = 0) -> None:
 
 def check_load(status: int, error: Error, source: str) -> None:
     """Raise :class:`ModelLoadError` unless the status of a call that loads something is ``LANEWAY_OK``."""
-    drain()
-    if status != lib.LANEWAY_OK:
-        raise ModelLoadError(source, text_of(error))
+    failed = status != lib.LANEWAY_OK
+    drain(failed=failed)
+    if failed:
+        # llama.cpp's lines begin with the function that speaks.
+        raise ModelLoadError(source, _SPEAKER.sub("", text_of(error)))

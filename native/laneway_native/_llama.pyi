@@ -121,18 +121,6 @@ class _Lib:
     def laneway_piece(
         self, model: ModelHandle, token: int, special: int, text: Any, size: int, count: Any, error: Error, /
     ) -> int: ...
-    def laneway_detokenize(
-        self,
-        model: ModelHandle,
-        tokens: Any,
-        tokens_count: int,
-        special: int,
-        text: Any,
-        size: int,
-        count: Any,
-        error: Error,
-        /,
-    ) -> int: ...
     def laneway_sampler_new(
         self, model: ModelHandle, sampling: Any, prompt: Any, prompt_count: int, sampler: Any, error: Error, /
     ) -> int: ...

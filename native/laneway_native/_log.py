@@ -12,22 +12,22 @@ from laneway_native._ffi import ffi, lib
 
 logger = logging.getLogger("laneway.llama")
 
-_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
-_NATIVE_LEVELS = {level: native for native, level in _LEVELS.items()}
+# llama.cpp warns of much that only its makers mend, and calls "error" what its caller handles.
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.INFO, 4: logging.WARNING, 6: logging.WARNING}
+"""llama.cpp's levels and, as 6, that of our own C code."""
 
 
 def follow_level() -> None:
     """Let C drop what the logger would drop.  Called before loads: that is when llama.cpp has much to say."""
     level = logger.getEffectiveLevel()
-    lib.laneway_log_level(min((native for python, native in _NATIVE_LEVELS.items() if python >= level), default=5))
+    lib.laneway_log_level(min((native for native, python in _LEVELS.items() if python >= level), default=7))
 
 
-def drain() -> None:
-    """Take all waiting lines."""
+def drain(*, failed: bool = False) -> None:
+    """Take all waiting lines.  ``failed``: an exception is about to tell of them, so they are but details."""
     if not lib.laneway_log_waiting():
         return
     text = ffi.new("char[2000]")
     while level := lib.laneway_log_take(text, 2000):
-        # llama.cpp calls "error" what its caller handles: the exception tells, the log need not shout.
-        python = min(_LEVELS.get(level, logging.DEBUG), logging.WARNING)
+        python = min(_LEVELS.get(level, logging.DEBUG), logging.INFO if failed else logging.WARNING)
         logger.log(python, "%s", ffi.string(text).decode("utf-8", "replace"))

@@ -223,24 +223,24 @@ class Model:
         piece = self._pieces[token] if 0 <= token < self._size else None
         if piece is None:
             # Two threads may both ask for it: they get the same bytes.
-            piece = self._pieces[token] = self._text(lib.laneway_piece, token, special=False)
+            piece = self._pieces[token] = self._read_piece(token, special=False)
         return piece
 
     def special_piece(self, token: int) -> bytes:
         """The bytes of a token, special tokens spelled out."""
-        return self._text(lib.laneway_piece, token, special=True)
+        return self._read_piece(token, special=True)
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> bytes:
-        """The bytes of a whole text; ``special`` spells special tokens out."""
-        return self._text(lib.laneway_detokenize, ffi.new("int32_t[]", list(tokens)), len(tokens), special=special)
+        """The bytes of a whole text, as an answer would have them; ``special`` spells special tokens out."""
+        return b"".join(map(self.special_piece if special else self.piece, tokens))
 
-    def _text(self, function: Callable[..., int], *what: object, special: bool) -> bytes:
+    def _read_piece(self, token: int, *, special: bool) -> bytes:
         room = 64
         count = ffi.new("int32_t *")
         error = new_error()
         while True:
             text = ffi.new("char[]", room)
-            if function(self.handle, *what, special, text, room, count, error):
+            if lib.laneway_piece(self.handle, token, special, text, room, count, error):
                 raise ValueError(text_of(error))
             if count[0] <= room:
                 found: bytes = ffi.unpack(text, count[0])
@@ -286,17 +286,16 @@ async def load_model(
         finally:
             loading.cancel()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(cancel_with_us)
-        with trio.CancelScope(shield=True):
-            try:
-                model = await trio.to_thread.run_sync(load)
-            except Exception as error:  # raised again outside of the nursery, which would wrap it in a group
-                failure = error
-        nursery.cancel_scope.cancel()
     try:
-        await trio.lowlevel.checkpoint_if_cancelled()
-    except trio.Cancelled:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cancel_with_us)
+            with trio.CancelScope(shield=True):
+                try:
+                    model = await trio.to_thread.run_sync(load)
+                except Exception as error:  # raised again outside of the nursery, which would wrap it in a group
+                    failure = error
+            nursery.cancel_scope.cancel()
+    except BaseException:
         if model is not None:
             model.close()
         raise
