@@ -251,6 +251,20 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
         made->unified = options->unified != 0;
         made->cuttable = !llama_model_is_recurrent(model->model) && !llama_model_is_hybrid(model->model);
         made->window = llama_model_n_swa(model->model);
+        // Before the context, which makes its graphs large enough for them.
+        std::vector<llama_adapter_lora *> adapters;
+        std::vector<float> scales;
+        for (int32_t i = 0; i < options->adapters_count; ++i) {
+            const FirstError reason;
+            made->adapters.emplace_back(llama_adapter_lora_init(model->model, options->adapters[i].path));
+            if (!made->adapters.back()) {
+                throw Failure(LANEWAY_ADAPTER_FAILED, std::string("adapter ") + options->adapters[i].path + ": " +
+                                                          reason.text("llama.cpp gives no reason"));
+            }
+            adapters.push_back(made->adapters.back().get());
+            scales.push_back(options->adapters[i].scale);
+        }
+
         made->pool = new_threadpool(options->threads, options->poll);
 
         llama_context_params params = llama_context_default_params();
@@ -286,18 +300,6 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
         }
         llama_attach_threadpool(context, made->pool.get(), made->pool.get());
 
-        std::vector<llama_adapter_lora *> adapters;
-        std::vector<float> scales;
-        for (int32_t i = 0; i < options->adapters_count; ++i) {
-            const FirstError reason;
-            made->adapters.emplace_back(llama_adapter_lora_init(model->model, options->adapters[i].path));
-            if (!made->adapters.back()) {
-                throw Failure(LANEWAY_ADAPTER_FAILED, std::string("adapter ") + options->adapters[i].path + ": " +
-                                                          reason.text("llama.cpp gives no reason"));
-            }
-            adapters.push_back(made->adapters.back().get());
-            scales.push_back(options->adapters[i].scale);
-        }
         if (!adapters.empty() && llama_set_adapters_lora(context, adapters.data(), adapters.size(), scales.data()) != 0) {
             throw Failure(LANEWAY_ADAPTER_FAILED, "llama.cpp does not take these adapters together");
         }

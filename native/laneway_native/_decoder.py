@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import secrets
@@ -101,7 +102,7 @@ class LlamaDecoder:
         self._slots = parallel
         self._window = context_size // parallel
         self._threads = threads
-        self._lora = tuple((os.fspath(path), float(scale)) for path, scale in lora)
+        self._lora = _checked_adapters(source, lora)
         policy = plan(
             slots=parallel,
             window=self._window,
@@ -206,7 +207,7 @@ class LlamaDecoder:
         return fingerprint(
             header=header.sha256,
             file_size=header.file_size,
-            adapters=tuple((_adapter_identity(path), scale) for path, scale in self._lora),
+            adapters=tuple((_digest_of(path), scale) for path, scale in self._lora),
             kv_type=self._kv.name,
             flash_attention=self._policy.flash_attention,
             # Cells are laid out by stream, and each slot has its own in split mode.
@@ -538,13 +539,24 @@ def _check_whole(source: str, name: str, value: object, low: int, high: int) -> 
         raise ModelLoadError(source, f"{name} is an integer from {low} to {high}, not {value!r}")
 
 
-def _adapter_identity(path: str) -> tuple[str, int]:
-    import hashlib
+def _checked_adapters(
+    source: str, lora: Sequence[tuple[str | os.PathLike[str], float]]
+) -> tuple[tuple[str, float], ...]:
+    checked = []
+    for adapter in lora:
+        try:
+            path, scale = adapter
+            path = os.fspath(path)
+        except (TypeError, ValueError):
+            raise ModelLoadError(source, f"lora is a list of pairs (path, scale), and {adapter!r} is none") from None
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise ModelLoadError(source, f"the scale of adapter {path!r} is a number, not {scale!r}")
+        if not os.path.isfile(path):
+            raise ModelLoadError(source, f"adapter {path!r}: there is no such file")
+        checked.append((path, float(scale)))
+    return tuple(checked)
 
-    digest = hashlib.sha256()
-    size = 0
+
+def _digest_of(path: str) -> str:
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-    return digest.hexdigest(), size
+        return hashlib.file_digest(file, "sha256").hexdigest()
