@@ -44,7 +44,7 @@ class LoopStatistics:
     slot_waiters: int
 
 
-class _DropFailed(Exception):
+class _DropError(Exception):
     """Ends the loop, and with it the model: rule C11."""
 
 
@@ -155,7 +155,7 @@ class DecodeLoop:
             await task()
         except Exception as error:
             log.exception("the decode loop of model %r broke", self._model)
-            reason = str(error) if isinstance(error, _DropFailed) else f"its decode loop broke: {error!r}"
+            reason = str(error) if isinstance(error, _DropError) else f"its decode loop broke: {error!r}"
             self._break(reason, error)
             self._work.unpark()
 
@@ -244,7 +244,7 @@ class DecodeLoop:
                 self.decoder.drop(slot)
             except Exception as error:
                 # What is still in the slot would end up in somebody else's answer.
-                raise _DropFailed(f"slot {slot} could not be dropped: {error}") from error
+                raise _DropError(f"slot {slot} could not be dropped: {error}") from error
             self.scheduler.release(slot)
 
     def _forget(self, tokens: Tokens) -> None:
