@@ -324,9 +324,12 @@ class Registry:
             group = self._group(request)
         else:
             group = [request]
-        for member in group:
-            self._cancel_one(member, reason)
+        self._cancel_each(group, reason)
         return len(group)
+
+    def _cancel_each(self, requests: Iterable[Request], reason: str) -> None:
+        for request in _in_order_of_leaving(requests):
+            self._cancel_one(request, reason)
 
     def _cancel_one(self, request: Request, reason: str) -> None:
         if request.state not in (State.WAITING, State.RUNNING):
@@ -346,7 +349,7 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def model_failed(self, model: Model, reason: str) -> None:
         """The model's decode loop has broken: who waits will never run (rule C11).  Who runs hears it from the loop."""
-        for request in self.of_model(model):
+        for request in _in_order_of_leaving(self.of_model(model)):
             if request.state is State.WAITING and request.ticket is not None:
                 request.doom = ModelNotLoadedError(model.name, reason)
                 model.lanes.leave(request.ticket)
@@ -356,8 +359,7 @@ class Registry:
     def cancel_many(self, requests: Iterable[Request], reason: str) -> int:
         """Cancel several and return how many they are; none of them is granted a permit on account of it."""
         chosen = list(requests)
-        # Waiters go before runners, the youngest first: nobody is let in by the leaving of somebody younger.
-        for request in sorted(chosen, key=lambda request: (request.state is not State.WAITING, -request.number)):
+        for request in _in_order_of_leaving(chosen):
             self.cancel_request(request, reason)
         return len(chosen)
 
@@ -380,12 +382,21 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def leave(self, request: Request) -> bool:
         """The caller leaves the block of a live request; whether it has to wait for the end (rule R3)."""
-        scope = request.operation.scope
-        if request.state is State.RUNNING and scope is Scope.MODEL:
-            request.attached = False
-            if any(other.attached for other in self._group(request)):
+        scope, reason = request.operation.scope, "its caller left the block"
+        was_running = request.state is State.RUNNING
+        request.attached = False
+        if scope is Scope.MODEL and request.state in (State.WAITING, State.RUNNING):
+            # Who has been cancelled already hears of no other end, whether or not its caller is still there.
+            group = [other for other in self._group(request) if other.state in (State.WAITING, State.RUNNING)]
+            if not any(other.attached for other in group):
+                # The last one leaves: also those whose callers went before it run for nobody now.
+                self._cancel_each(group, reason)
+            elif was_running:
                 return False
-        self.cancel_request(request, "its caller left the block")
+            else:
+                self._cancel_one(request, reason)
+        else:
+            self.cancel_request(request, reason)
         return scope is not Scope.NONE or request.started_at is None
 
     def cancelled_error(self, request: Request) -> InferenceCancelledError:
@@ -464,6 +475,11 @@ class Registry:
                 if now - when < REMEMBERED_SECONDS:
                     break
                 del remembered[oldest]
+
+
+def _in_order_of_leaving(requests: Iterable[Request]) -> list[Request]:
+    """Waiters before runners, the youngest first: nobody is let in by the leaving of somebody younger."""
+    return sorted(requests, key=lambda request: (request.state is not State.WAITING, -request.number))
 
 
 @trio.lowlevel.disable_ki_protection
