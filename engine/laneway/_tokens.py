@@ -102,11 +102,12 @@ class Tokens:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # The slot is not waited for, or nested blocks would leave one step after the other, and a step that all of them
+        # are leaving would not be cut short (rules C3, C9).  The request waits, before its permit goes back.
         self.drop()
-        with trio.CancelScope(shield=True):
-            await self.freed.wait()
         # A last output may still be on its way; whoever has left must not hear of it after saying so.
         self.fail(trio.ClosedResourceError("this sequence was dropped"))
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
     def __aiter__(self) -> Self:
         return self

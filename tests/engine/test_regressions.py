@@ -96,6 +96,24 @@ async def test_C3_a_common_cancel_grants_nobody_that_it_cancels(autojump_clock: 
     assert started == ["runs"]
 
 
+async def test_C9_a_request_leaves_with_all_its_sequences_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    """Nested blocks are left one inside the other; a long step that all of them are leaving is cut short all the same."""
+
+    async def two(ctx: laneway.RequestContext) -> None:
+        async with ctx.generate(list(range(1, 200)), GREEDY) as one, ctx.generate([1, 2], GREEDY) as other:
+            await one.finish()
+            await other.finish()
+
+    async with bench(parallel=1, context_size=400, seconds_per_token=1.0) as b:
+        with trio.move_on_after(10.5) as scope:
+            async with b.run("body", Body(two)) as run:
+                await run.result()
+        assert scope.cancelled_caught
+        assert trio.current_time() == pytest.approx(10.5)
+        assert b.decoder.statistics().interrupts == 1
+        b.nothing_left()
+
+
 async def test_C11_a_model_that_fails_grants_nobody(autojump_clock: trio.testing.MockClock) -> None:
     """Who waits is told so; none of them is let in because another one leaves the queue."""
     ends: dict[str, Any] = {}
