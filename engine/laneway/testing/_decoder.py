@@ -345,6 +345,11 @@ class ScriptedDecoder:
         return frozenset(index for index, slot in enumerate(self._slots) if slot.used or slot.broken)
 
     @property
+    def prompts(self) -> dict[int, tuple[int, ...]]:
+        """The prompt of every slot that was opened and not dropped since: whose slot it is."""
+        return {index: slot.sampler.prompt for index, slot in enumerate(self._slots) if slot.sampler is not None}
+
+    @property
     def step_under_way(self) -> bool:
         """Whether a step has begun and not ended."""
         return self._under_way is not None and self._under_way.name == "step"
