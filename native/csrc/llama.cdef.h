@@ -45,6 +45,7 @@ void laneway_start(const char *folder);
 const char *laneway_llama_version(void);
 const char *laneway_llama_commit(void);
 const char *laneway_system_info(void);
+int32_t laneway_has_gpu(void);
 
 // llama.cpp's log lines wait in a ring until they are taken; lines below level are dropped at once.
 // Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error; 6 is a warning of our own.
@@ -196,7 +197,12 @@ typedef struct laneway_batch {
     double seconds;
 } laneway_batch;
 
-int32_t laneway_decoder_step(laneway_decoder *decoder, laneway_batch *batch, laneway_error *error);
+// Hands a step to the decoder's own thread and returns.  batch and error are that thread's until the step was ended.
+int32_t laneway_decoder_begin_step(laneway_decoder *decoder, laneway_batch *batch, laneway_error *error);
+// A file descriptor that can be read from once the step is over, until it was ended.
+int32_t laneway_decoder_step_ended(const laneway_decoder *decoder);
+// The status of the step.  Waits for its end, if it has not come.
+int32_t laneway_decoder_end_step(laneway_decoder *decoder);
 void laneway_decoder_interrupt(laneway_decoder *decoder);
 // Forgets an interrupt that came when no step was under way.
 void laneway_decoder_arm(laneway_decoder *decoder);

@@ -92,6 +92,7 @@ void laneway_start(const char *folder) {
 
 const char *laneway_llama_version(void) { return llama_version(); }
 const char *laneway_llama_commit(void) { return LANEWAY_LLAMA_COMMIT; }
+int32_t laneway_has_gpu(void) { return llama_supports_gpu_offload(); }
 const char *laneway_system_info(void) { return llama_print_system_info(); }
 
 void laneway_log_level(int32_t level) { threshold.store(level, std::memory_order_relaxed); }

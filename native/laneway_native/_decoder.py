@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -103,15 +104,16 @@ class LlamaDecoder:
         self._window = context_size // parallel
         self._threads = threads
         self._lora = _checked_adapters(source, lora)
-        policy = plan(
+        choose = functools.partial(
+            plan,
             slots=parallel,
             window=self._window,
-            kv_mode=kv_mode,
-            flash_attention=flash_attention,
+            heads=model.header.head_count,
             quantised_kv=self._kv.quantised,
+            on_gpu=model.on_gpu,
             chunk_target=chunk_target,
-            most_tokens=_MOST_TOKENS,
         )
+        policy = choose(kv_mode=kv_mode, flash_attention=flash_attention, most_tokens=_MOST_TOKENS)
         if self._kv.quantised and not policy.flash_attention:
             raise ModelLoadError(source, f"kv_type {kv_type!r} needs flash attention")
         if policy.unified_kv:
@@ -128,12 +130,9 @@ class LlamaDecoder:
                 source, f"llama.cpp made {facts.slot_cells} cells a slot, {self._window} were asked for"
             )
         self._batch_size = facts.batch
-        self._policy = plan(
-            slots=parallel,
-            window=self._window,
+        self._policy = choose(
             kv_mode="unified" if policy.unified_kv else "split",
             flash_attention=policy.flash_attention,
-            chunk_target=chunk_target,
             most_tokens=self._batch_size,
         )
         self._fingerprint = self._make_fingerprint(cells, rope_freq_base, rope_freq_scale)
@@ -142,6 +141,7 @@ class LlamaDecoder:
         self._limiter = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
         self._good_grammars: set[str] = set()
+        self._step_ended = lib.laneway_decoder_step_ended(self._handle)
         self._error = new_error()
         self._step_error = new_error()
         # Buffers of a step, filled and read again and again.
@@ -298,10 +298,18 @@ class LlamaDecoder:
         """See :meth:`laneway.decoder.Decoder.step`.  ``seconds`` are those of the native call."""
         handle = self.handle
         self._fill(batch)
-        # Here, not in the thread: an interrupt that comes while the thread is being woken must count.
+        # Before the thread is woken: an interrupt that comes meanwhile must count.
         lib.laneway_decoder_arm(handle)
-        with trio.CancelScope(shield=True):
-            status = await trio.to_thread.run_sync(self._step, limiter=self._limiter)
+        self._begin_step()
+        try:
+            await trio.lowlevel.wait_readable(self._step_ended)
+        except trio.Cancelled:
+            # The thread is still at work.  The caller will meet its cancel at the next checkpoint.
+            with trio.CancelScope(shield=True):
+                await trio.lowlevel.wait_readable(self._step_ended)
+        finally:
+            # However the waiting ended: the thread uses the buffers for as long as the step is under way.
+            status = lib.laneway_decoder_end_step(handle)
         if batch.moves and self._with_logprobs:
             for source, target in batch.moves:
                 if source in self._with_logprobs:
@@ -310,9 +318,8 @@ class LlamaDecoder:
         check(status, self._step_error, sequences=len(batch.chunks))
         return self._result(batch)
 
-    def _step(self) -> int:
-        status: int = lib.laneway_decoder_step(self._handle, self._batch, self._step_error)
-        return status
+    def _begin_step(self) -> None:
+        check(lib.laneway_decoder_begin_step(self._handle, self._batch, self._step_error), self._step_error)
 
     def _fill(self, batch: StepBatch) -> None:
         chunks = batch.chunks

@@ -70,8 +70,10 @@ class Model:
     A context manager; nothing is freed behind its back.
     """
 
-    def __init__(self, handle: ModelHandle, path: str, header: GgufHeader) -> None:
+    def __init__(self, handle: ModelHandle, path: str, header: GgufHeader, *, on_gpu: bool) -> None:
         self._handle = handle
+        self.on_gpu = on_gpu
+        """Whether layers of it run on a GPU."""
         self.path = path
         """The file it was loaded from."""
         self.header = header
@@ -132,7 +134,7 @@ class Model:
         )
         check_load(status, error, source)
         try:
-            return cls(out[0], source, header)
+            return cls(out[0], source, header, on_gpu=n_gpu_layers != 0 and bool(lib.laneway_has_gpu()))
         except BaseException:
             lib.laneway_model_free(out[0])
             raise

@@ -1,6 +1,6 @@
 """The rules that choose KV mode and flash attention, with the numbers behind them.
 
-The numbers were measured on SmolLM2-135M Q4_1 with 2 threads; see ``docs/benchmarks.md`` for how.
+Measured on SmolLM2-135M Q4_1; ``docs/benchmarks.md`` says how such numbers are taken.
 """
 
 from __future__ import annotations
@@ -11,41 +11,49 @@ from laneway.decoder import BatchPolicy
 
 KvMode = Literal["split", "unified"]
 
-FLASH_ATTENTION_FROM = 2048
-"""Window, in tokens, from which flash attention pays on the CPU."""
+MOST_SCORE_BYTES = 512 * 2**20
+"""Memory that attention scores may take before flash attention, which never stores them, is worth its price."""
 
 
 def plan(
     *,
     slots: int,
     window: int,
+    heads: int,
     kv_mode: KvMode | None = None,
     flash_attention: bool | None = None,
     quantised_kv: bool = False,
+    on_gpu: bool = False,
     chunk_target: float = 0.1,
     most_tokens: int = 512,
 ) -> BatchPolicy:
     """Choose how the context keeps its cells and how batches should look.
 
-    ``window`` is what one slot holds; ``kv_mode`` and ``flash_attention`` are the caller's wishes, None leaves the
-    choice to the rules; ``most_tokens`` is the most that one call takes.
+    ``window`` is what one slot holds, in tokens, ``heads`` the attention heads of the model's widest layer; ``kv_mode``
+    and ``flash_attention`` are the caller's wishes, None leaves the choice to the rules; ``most_tokens`` is the most
+    that one call takes.
 
-    KV mode: *split* gives every slot cells of its own, so a decoding row scans only its own sequence's cells; *unified*
-    keeps all cells in one stream, where every row scans all cells in use (8 of 16 slots: 31 ms a step against 14).
-    Split is fast only while the slots in use are consecutive (0..7: 13.6 ms, 0,2,..14: 41 ms), which the scheduler sees
-    to (``contiguous``).  Prefixes can be shared in unified mode only: ask for it where that matters.
+    KV mode.  *Split* gives every slot cells of its own, so a row of attention scans its own sequence alone; *unified*
+    keeps all cells in one stream, where every row scans what all sequences use: 8 sequences of 500 tokens take 45 ms a
+    step split and 89 ms unified, of 2,000 tokens 119 ms and 350 ms (one thread).  Split is fast only while the slots in
+    use are consecutive (0..7: 13.6 ms, 0,2,..14: 41 ms, two threads), which the scheduler sees to (``contiguous``).
+    Sequences can share a prefix in unified mode only: ask for it where that matters.
 
-    Flash attention: without it decoding is faster on the CPU (8 streams: 841 tokens/s all in, 693 with it), with it
-    long prompts are (8 prompts of 500 tokens: 1485 tokens/s, 1061 without), and the scores of a chunk against a long
-    window need not exist at once.  Quantised keys and values need it.
+    Flash attention.  llama.cpp's CPU kernel takes prompts faster with it and decodes slower: at 500 tokens 626 against
+    502 tokens/s of prompt and 114 ms against 45 ms a step of 8 sequences, at 4,000 tokens 199 against 160 tokens/s and
+    972 ms against 212 ms.  A prompt of 4,000 with 64 tokens of answer takes the same time either way, anything shorter
+    is faster without.  So it is off on a CPU until the scores of one chunk against the whole window would take too much
+    memory.  Quantised cells need it, and on a GPU it is the faster way.
     """
     unified = slots == 1 if kv_mode is None else kv_mode == "unified"
+    chunk_max = min(512, most_tokens)
     if flash_attention is None:
-        flash_attention = quantised_kv or window >= FLASH_ATTENTION_FROM
+        columns = window * slots if unified else window
+        flash_attention = on_gpu or quantised_kv or 4 * heads * chunk_max * columns > MOST_SCORE_BYTES
     return BatchPolicy(
         contiguous=not unified and slots > 1,
         unified_kv=unified,
         flash_attention=flash_attention,
         chunk_target=chunk_target,
-        chunk_max=min(512, most_tokens),
+        chunk_max=chunk_max,
     )

@@ -321,14 +321,14 @@ async def test_moves_happen_although_the_step_is_interrupted(tiny: Model, monkey
     async with decoder_of(tiny) as decoder:
         driver = Driver(decoder)
         await driver.start(2, prompt)
-        run_step = decoder._step
+        begin_step = decoder._begin_step
 
-        def interrupted_first() -> int:
+        def interrupted_first() -> None:
             decoder.interrupt()
-            return run_step()
+            begin_step()
 
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "_step", interrupted_first)
+            patch.setattr(decoder, "_begin_step", interrupted_first)
             with pytest.raises(StepInterrupted):
                 await decoder.step(StepBatch((Chunk(0, len(prompt), driver.tokens[2][-1:], True),), ((2, 0),)))
         assert [decoder.length(slot) for slot in range(3)] == [len(prompt), 0, 0]
