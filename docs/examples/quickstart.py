@@ -1,13 +1,14 @@
 """Four chats answered together by one model.  One of them is cancelled, and the others go on.
 
-laneway pull smollm2
-python quickstart.py
+::
+
+    laneway pull smollm2
+    python quickstart.py
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import trio
 
@@ -32,9 +33,9 @@ async def ask(model: laneway.Model, name: str, max_tokens: int) -> None:
         print(f"{name}: {error.text} [cancelled after {len(error.tokens)} tokens]")
 
 
-async def main(source: str = "smollm2", plugins: Sequence[laneway.PluginSpec] = ()) -> None:
+async def main(source: str = "smollm2") -> None:
     """Ask everything at once, and cancel the story when the greeting is there."""
-    async with laneway.open_engine(plugins) as engine:
+    async with laneway.open_engine() as engine:
         model = await engine.load_model(source, parallel=4)
         async with trio.open_nursery() as nursery:
             for name in ("fruit", "sky", "story"):

@@ -6,7 +6,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -112,19 +112,75 @@ def _fast(autojump_clock: MockClock) -> None:
     """No test here waits for real."""
 
 
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedLoader]:
+    """Lets programs that open an engine of their own find scripted models, whose answers never end by themselves."""
+    loader = ScriptedLoader(context_size=1024, seconds_per_step=STEP, end_every=None)
+    open_engine = laneway.open_engine
+    monkeypatch.setattr(laneway, "open_engine", lambda plugins=(): open_engine([*plugins, loader.plugin]))
+    yield loader
+    loader.assert_idle()
+
+
+# The programs of the tutorial and of the page about embedding.
+
+
+@pytest.mark.parametrize("name", ["answer", "stream"])
+async def test_programs_of_the_tutorial(
+    name: str, scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await load(DOCS / "tutorial" / f"{name}.py").main("scripted:model")
+    text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
+    assert len(text) > 20
+    assert "length" in last
+
+
+async def test_the_program_of_the_page_about_embedding(
+    scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await load(DOCS / "examples" / "embedding.py").main("scripted:model")
+    sentence, late, batch, queue, busy, ends = capsys.readouterr().out.rstrip().rsplit("\n", 5)
+    assert sentence.endswith(".")
+    assert sentence.count(".") == 1
+    assert late == "None"
+    assert "no tokens" not in batch  # the scripted tokenizer begins a prompt with a token of its own
+    assert queue == "['1. completion completion-6, 0.1 s']"
+    assert busy == "busy: overflow"
+    assert "('completion', 'cancelled'): 2" in ends
+
+
+async def test_embedding_stops_everything_of_a_kind(scripted: ScriptedLoader) -> None:
+    embedding = load(DOCS / "examples" / "embedding.py")
+    reasons = []
+
+    async def ask(model: laneway.Model) -> None:
+        with pytest.raises(laneway.InferenceCancelledError) as caught:
+            await embedding.first_sentence(model, "Once")
+        reasons.append(caught.value.reason)
+
+    async with embedding.open_app("scripted:model") as (model, nursery):
+        for _ in range(3):
+            nursery.start_soon(ask, model)
+        await trio.sleep(STEP)
+        assert [(len(lane.running), len(lane.waiting)) for lane in embedding.lanes(model)] == [(2, 1)]
+        assert await embedding.stop_everything(model, "completion") == 3
+        assert [(lane.running, lane.waiting) for lane in embedding.lanes(model)] == [((), ())]
+    assert reasons == ["stopped by an operator"] * 3
+
+
 # The quickstart.
 
 
-async def test_quickstart_cancels_the_story_and_answers_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    loader = ScriptedLoader(context_size=1024, seconds_per_step=STEP, end_every=None)
-    await quickstart.main("scripted:model", plugins=[loader.plugin])
+async def test_quickstart_cancels_the_story_and_answers_the_rest(
+    scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await quickstart.main("scripted:model")
     text = capsys.readouterr().out
     assert text.count("[length]\n") == 3
     assert text.count("[cancelled after ") == 1
     story = text.index("\nstory: ")
     assert text.startswith("greeting: ")
     assert story < text.index("[cancelled after ") < text.index("\nfruit: ")
-    loader.assert_idle()
 
 
 @pytest.mark.slow
