@@ -19,12 +19,14 @@ from laneway._admission import Refused, TicketState
 from laneway._context import Context
 from laneway._declarations import Overflow, Scope, Use
 from laneway._errors import (
+    PROGRAM_ENDS,
     EngineClosedError,
     InferenceCancelledError,
     InvalidRequestError,
     ModelNotLoadedError,
     RequestIdConflictError,
     RequestRejectedByPolicyError,
+    holds,
 )
 from laneway._lifecycle import TERMINAL, Happening, State, advance
 from laneway._outbox import Outbox
@@ -55,8 +57,8 @@ class Registry:
 
     def __init__(self, host: PluginHost, on_fatal: Callable[[BaseException], None]) -> None:
         self.closed = False
-        self.nursery: trio.Nursery
-        """Where the requests' tasks live; set once, by the engine."""
+        self.start_soon: Callable[..., None]
+        """Starts the requests' tasks; set once, by the engine."""
         self._host = host
         self._on_fatal = on_fatal
         self._live: dict[str, Request] = {}
@@ -101,8 +103,8 @@ class Registry:
         if self.closed:
             raise EngineClosedError
         model.check_open()
-        parent = _current.get()
-        self._check_not_waiting_for_itself(operation, model, parent)
+        parent = self._handler_around()
+        self._check_not_waiting_for_itself(operation, model, prepared, parent)
         now = trio.current_time()
         request = Request(
             id=self._mint(operation.kind) if request_id is None else request_id,
@@ -127,9 +129,10 @@ class Registry:
         self._live[request.id] = request
         self._advance(request, Happening.ARRIVE)
         self._tell(request, self._host.notify_queued)
-        if request.ticket is None or request.ticket.state is TicketState.RUNNING:
+        # An observer may have cancelled it, in which case it never starts.
+        if request.state is State.WAITING and (request.ticket is None or request.ticket.state is TicketState.RUNNING):
             self._start(request)
-        self.nursery.start_soon(self._serve, request, name=f"laneway request {request.id}")
+        self.start_soon(self._serve, request, name=f"laneway request {request.id}")
         return request
 
     def _take_ticket(self, request: Request, overflow: Overflow, cap: float | None) -> None:
@@ -167,31 +170,63 @@ class Registry:
             if minted not in self._live and minted not in self._armed:
                 return minted
 
-    def _check_not_waiting_for_itself(self, operation: Operation, model: Model, parent: Request | None) -> None:
+    @staticmethod
+    def _handler_around() -> Request | None:
+        """The innermost live request in whose handler this task runs; ``parent`` leads to those around it.
+
+        Those that have ended are left out of the chain, and out of memory: a handler may start a task that outlives it,
+        which runs a request whose handler starts another, for ever.
+        """
+        innermost = _live(_current.get())
+        request = innermost
+        while request is not None:
+            request.parent = _live(request.parent)
+            request = request.parent
+        return innermost
+
+    def _check_not_waiting_for_itself(
+        self, operation: Operation, model: Model, prepared: Prepared, parent: Request | None
+    ) -> None:
         """Rule R6, for every handler that this task runs under: the caller's, the caller's caller's, and so on."""
         while parent is not None:
             held = parent.operation
-            same_lane = held.lane_group == operation.lane_group
-            alone = Use.EXCLUSIVE in (held.use, operation.use)
-            if (
-                parent.model is model
-                and parent.state not in TERMINAL
-                and Use.NONE not in (held.use, operation.use)
-                and (same_lane or alone)
-            ):
-                raise InvalidRequestError(
-                    f"a {operation.kind} request opened inside the handler of {held.kind} request {parent.id!r} would "
-                    f"wait for the permit that this handler holds on model {model.name!r}; generate through ctx, "
-                    "or run it after the handler has returned"
-                )
+            if parent.model is model and parent.ticket is not None and operation.use is not Use.NONE:
+                what = None
+                if held.lane_group == operation.lane_group or Use.EXCLUSIVE in (held.use, operation.use):
+                    what = "the permit"
+                elif not set(parent.ticket.keys).isdisjoint(prepared.keys):
+                    what = "a key"
+                elif model.lanes.writer_waits:
+                    # Nobody passes it, in whatever lane, and it waits for all that run.
+                    what = "an exclusive request that waits for the permit"
+                if what is not None:
+                    raise InvalidRequestError(
+                        f"a {operation.kind} request opened inside the handler of {held.kind} request {parent.id!r} "
+                        f"would wait for {what} that this handler holds on model {model.name!r}; generate through ctx, "
+                        "or run it after the handler has returned"
+                    )
             parent = parent.parent
+
+    def check_outside(self, model: Model) -> None:
+        """Raise :class:`InvalidRequestError` if this task runs in the handler of a request on ``model`` (rule C4)."""
+        request = self._handler_around()
+        while request is not None:
+            if request.model is model:
+                raise InvalidRequestError(
+                    f"the handler of request {request.id!r} cannot await the end of model {model.name!r}, which waits "
+                    "for the end of this request"
+                )
+            request = request.parent
 
     # The request's own task.
 
     @trio.lowlevel.enable_ki_protection
     async def _serve(self, request: Request) -> None:
         context = Context(request)
-        result, error, fatal, completed = None, None, None, False
+        result: Any = None
+        error: BaseException | None = None
+        outside: BaseException | None = None
+        completed = False
         _current.set(request)
         try:
             with request.scope:
@@ -199,10 +234,12 @@ class Registry:
                 self._watch_stalls(request)
                 result = await self._handle(request, context)
                 completed = True
-        except Exception as caught:
-            error = caught
         except BaseException as caught:
-            fatal = caught
+            # Also what is no Exception, such as a panic of an extension module, is the request's own affair (rule C10).
+            if holds(caught, (trio.Cancelled, *PROGRAM_ENDS)):
+                outside = caught
+            else:
+                error = caught
         with trio.CancelScope(shield=True):
             try:
                 await context.close()
@@ -210,14 +247,14 @@ class Registry:
                 log.exception("the teardown of request %s failed", request.id)
                 error = error or caught
             finally:
-                self._end(request, result, error, fatal, completed=completed)
-        if fatal is not None and not _only_cancelled(fatal):
-            # A KeyboardInterrupt or SystemExit is for the program, not for one request.
-            self._on_fatal(fatal)
+                self._end(request, result, error, outside, completed=completed)
+        if outside is not None and holds(outside, PROGRAM_ENDS):
+            self._on_fatal(outside)
 
     async def _wait_turn(self, request: Request) -> None:
         lanes, timeout = request.model.lanes, request.queue_timeout
         if request.ticket is None:
+            await trio.lowlevel.checkpoint_if_cancelled()
             return
         if timeout is None:
             await lanes.wait_turn(request.ticket)
@@ -251,18 +288,25 @@ class Registry:
         timeout = request.model.stall_timeout
         if request.pausing and timeout is not None:
             request.stall_timeout = timeout
-            self.nursery.start_soon(self._end_if_stalled, request)
+            self.start_soon(self._end_if_stalled, request, name=f"laneway stall of request {request.id}")
 
     async def _end_if_stalled(self, request: Request) -> None:
         # The scope's deadline is set while the run is paused, and taken back when it goes on.
         with request.stall_scope:
             await trio.sleep_forever()
         if request.state is State.RUNNING:
-            self.cancel_request(request, f"its reader left it paused for {request.stall_timeout:g} s (stall_timeout)")
+            # It alone, whoever shares its scope: nobody has called cancel().
+            self._cancel_one(request, f"its reader left it paused for {request.stall_timeout:g} s (stall_timeout)")
 
     @trio.lowlevel.enable_ki_protection
     def _end(
-        self, request: Request, result: Any, error: Exception | None, fatal: BaseException | None, *, completed: bool
+        self,
+        request: Request,
+        result: Any,
+        error: BaseException | None,
+        outside: BaseException | None,
+        *,
+        completed: bool,
     ) -> None:
         """Permit, id and outcome, in this order: whoever reads the outcome finds the place free (rules A8, C4)."""
         if request.ticket is not None:
@@ -283,13 +327,12 @@ class Registry:
         elif error is not None and request.state is not State.CANCELLING:
             self._advance(request, Happening.FAIL)
         else:
-            if fatal is not None:
-                log.warning("request %s was ended from outside: %r", request.id, fatal)
+            if outside is not None:
+                log.warning("request %s was ended from outside: %r", request.id, outside)
             if request.state is not State.CANCELLING:
                 # Nobody called cancel(): the engine's surroundings were cancelled, or the whole program is ending.
-                request.cancel_reason = (
-                    "the engine was cancelled" if fatal is None or _only_cancelled(fatal) else repr(fatal)
-                )
+                program_ends = outside is not None and holds(outside, PROGRAM_ENDS)
+                request.cancel_reason = repr(outside) if program_ends else "the engine was cancelled"
                 self._advance(request, Happening.CANCEL)
             self._advance(request, Happening.END_CANCELLED)
             cause = error
@@ -299,16 +342,19 @@ class Registry:
         request.ended.set()
         self._tell(request, self._host.notify_ended)
         self._ends.unpark_all()
+        if request.operation.scope is Scope.MODEL:
+            self._cancel_unheard(request)
 
     # Cancelling.
 
     @trio.lowlevel.enable_ki_protection
     def cancel(self, request_id: str, reason: str) -> int:
         """Cancel by id; how many live requests that reached.  An unknown id is remembered (rule C5)."""
+        # Raises in a foreign thread, before anything has changed.
+        now = trio.current_time()
         request = self._live.get(request_id)
         if request is not None:
             return self.cancel_request(request, reason)
-        now = trio.current_time()
         self._forget_old(now)
         if request_id not in self._ended:
             self._armed[request_id] = now
@@ -358,6 +404,7 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def cancel_many(self, requests: Iterable[Request], reason: str) -> int:
         """Cancel several and return how many they are; none of them is granted a permit on account of it."""
+        trio.current_time()  # raises in a foreign thread, before anything has changed
         chosen = list(requests)
         for request in _in_order_of_leaving(chosen):
             self.cancel_request(request, reason)
@@ -382,22 +429,22 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def leave(self, request: Request) -> bool:
         """The caller leaves the block of a live request; whether it has to wait for the end (rule R3)."""
-        scope, reason = request.operation.scope, "its caller left the block"
+        scope = request.operation.scope
         was_running = request.state is State.RUNNING
         request.attached = False
-        if scope is Scope.MODEL and request.state in (State.WAITING, State.RUNNING):
-            # Who has been cancelled already hears of no other end, whether or not its caller is still there.
-            group = [other for other in self._group(request) if other.state in (State.WAITING, State.RUNNING)]
-            if not any(other.attached for other in group):
-                # The last one leaves: also those whose callers went before it run for nobody now.
-                self._cancel_each(group, reason)
-            elif was_running:
-                return False
-            else:
-                self._cancel_one(request, reason)
-        else:
-            self.cancel_request(request, reason)
+        if scope is Scope.MODEL and was_running and not self._cancel_unheard(request):
+            return False
+        self._cancel_one(request, "its caller left the block")
         return scope is not Scope.NONE or request.started_at is None
+
+    def _cancel_unheard(self, request: Request) -> bool:
+        """Cancel what shares the scope of ``request`` if no caller is left to hear of any of it (rule C1)."""
+        # Who has been cancelled already keeps nobody running, whether or not its caller is still there.
+        group = [other for other in self._group(request) if other.state in (State.WAITING, State.RUNNING)]
+        if any(other.attached for other in group):
+            return False
+        self._cancel_each(group, "its caller left the block")
+        return True
 
     def cancelled_error(self, request: Request) -> InferenceCancelledError:
         """Rule C6: what the request had made until it was cancelled."""
@@ -412,7 +459,7 @@ class Registry:
         if request is None:
             await trio.lowlevel.checkpoint()
             return
-        inside: Request | None = _current.get()
+        inside = self._handler_around()
         while inside is not None:
             if inside is request:
                 raise InvalidRequestError(f"the handler of request {request_id!r} cannot await its own end")
@@ -427,8 +474,13 @@ class Registry:
     # Small things.
 
     def _tell(self, request: Request, notify: Callable[[RequestRecord], None]) -> None:
-        if self._host.observed:
+        if not self._host.observed:
+            return
+        try:
             notify(self.record(request))
+        except BaseException as error:
+            # For the program, but not in the middle of a transition.
+            self._on_fatal(error)
 
     def record(self, request: Request) -> RequestRecord:
         """The request as observers see it."""
@@ -482,13 +534,13 @@ def _in_order_of_leaving(requests: Iterable[Request]) -> list[Request]:
     return sorted(requests, key=lambda request: (request.state is not State.WAITING, -request.number))
 
 
+def _live(request: Request | None) -> Request | None:
+    """``request`` or what is around it, whichever has not ended."""
+    while request is not None and request.state in TERMINAL:
+        request = request.parent
+    return request
+
+
 @trio.lowlevel.disable_ki_protection
 async def _unprotected(handler: Callable[..., Any], context: Context, prepared: Prepared) -> Any:
     return await handler(context, prepared)
-
-
-def _only_cancelled(error: BaseException) -> bool:
-    """Whether nothing in ``error`` is for the whole program, as KeyboardInterrupt and SystemExit are."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(_only_cancelled(leaf) for leaf in error.exceptions)
-    return isinstance(error, (trio.Cancelled, Exception))

@@ -77,6 +77,30 @@ async def test_C1_a_cancelled_request_that_lingers_keeps_nobody_running(
         assert trio.current_time() == 0
 
 
+@pytest.mark.parametrize("how", ["completed", "cancelled while it waits"])
+async def test_C1_nobody_runs_on_when_the_last_that_was_heard_has_ended(
+    how: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    """One runs although its caller has left, because another of its scope is there; then that one ends."""
+    parallel = 2 if how == "completed" else 1
+    body = Body(lambda ctx: trio.sleep(5)) if how == "completed" else Body(forever)
+    async with bench(parallel) as b:
+        leaves = b.run("common", Body(forever))
+        alone = await leaves.__aenter__()
+        async with b.run("common", body) as stays:
+            await leaves.__aexit__(None, None, None)
+            assert alone.state == "running"
+            if how == "completed":
+                await stays.result()
+            else:
+                assert b.engine.cancel(stays.request_id) == 1
+                with pytest.raises(laneway.InferenceCancelledError):
+                    await stays.result()
+            await b.engine.wait_ended(alone.request_id)
+            assert alone.state == "cancelled"
+            b.nothing_left()
+
+
 async def test_C3_a_common_cancel_grants_nobody_that_it_cancels(autojump_clock: trio.testing.MockClock) -> None:
     """Of one scope: one runs, a heavy one waits, and behind it a light one that must not be let in on the way out."""
     started = []
