@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from laneway._records import RequestRecord
 
 DEFAULT_PLUGINS = (
+    "laneway_plugins.nmt",
     "laneway_plugins.llama",
     "laneway_plugins.completion",
     "laneway_plugins.batch",
