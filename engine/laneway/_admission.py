@@ -377,6 +377,11 @@ class Admission:
         return not (self._lanes or self._kinds or self._first or self._behind or self._writers or self._running)
 
     @property
+    def writer_waits(self) -> bool:
+        """Whether an exclusive ticket waits, in whatever lane."""
+        return bool(self._writers)
+
+    @property
     def lanes(self) -> tuple[str, ...]:
         """The names of the lanes that are not idle, sorted; the model's own, ``""``, comes first."""
         return tuple(sorted(self._lanes))

@@ -50,7 +50,8 @@ class Context:
 
     async def emit(self, event: object) -> None:
         """Hand an event to the reader; with ``backpressure='pause'``, wait until there is room for more."""
-        await trio.lowlevel.checkpoint_if_cancelled()
+        # A whole checkpoint, so that a handler which does nothing but emit leaves others their turns.
+        await trio.lowlevel.checkpoint()
         self._request.put(event)
         while self._request.paused_at is not None:
             await self._request.writable.park()
@@ -72,6 +73,8 @@ class Context:
         request = self._request
         model = request.model
         loop = model.decode_loop
+        if request.closing:
+            raise trio.ClosedResourceError(f"the handler of request {request.id!r} has ended, and its permit with it")
         if loop is None:
             raise ModelNotLoadedError(model.name, "it has no decoder")
         model.check_prompt(prompt)
@@ -99,6 +102,7 @@ class Context:
 
     async def close(self) -> None:
         """Drop every sequence that the handler left behind, and wait until their slots are free."""
+        self._request.closing = True
         for tokens in self._request.streams:
             tokens.drop()
         for tokens in self._request.streams:

@@ -20,12 +20,14 @@ import attrs
 import trio
 
 from laneway._admission import check_parallel, normalise_cap
-from laneway._declarations import Overflow, Prepared
+from laneway._declarations import Backend, Overflow, Prepared
 from laneway._errors import (
+    PROGRAM_ENDS,
     EngineClosedError,
     InvalidRequestError,
     ModelLoadError,
     ModelNotLoadedError,
+    holds,
 )
 from laneway._model import Model
 from laneway._plugins import PluginHost
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from laneway._declarations import Backend, Loader, Operation
+    from laneway._declarations import Loader, Operation
     from laneway._plugins import PluginRecord
     from laneway._request import Request
 
@@ -69,69 +71,120 @@ class _OpenEngine:
         self._plugins = plugins
         self._cache_dir = cache_dir
         self._strict = strict_plugins
+        self._entered = False
         self._fatal: BaseException | None = None
 
+    @trio.lowlevel.enable_ki_protection
     async def __aenter__(self) -> Engine:
+        if self._entered:
+            raise RuntimeError("an engine's block can be entered once: call open_engine() again for another engine")
+        self._entered = True
         host = PluginHost.load(self._plugins, strict=self._strict)
+        registry = Registry(host, self._on_fatal)
+        self._services = _Host(self._on_fatal)
+        self._requests = _Host(self._on_fatal, on_cancelled=registry.shut)
+        registry.start_soon = self._requests.start_soon
+        self._engine = Engine(host, registry, self._services, self._cache_dir)
         self._manager = trio.open_nursery()
         self._nursery = await self._manager.__aenter__()
+        self._nursery.start_soon(self._services.run)
+        self._nursery.start_soon(self._requests.run)
         try:
-            self._stop_requests, self._stop_services = trio.Event(), trio.Event()
-            registry = Registry(host, self._on_fatal)
-            services = await self._nursery.start(_host_nursery, self._stop_services)
-            registry.nursery = await self._nursery.start(_host_nursery, self._stop_requests, registry.shut)
-            self._engine = Engine(host, registry, services, self._cache_dir)
-        except BaseException as error:
-            await self._manager.__aexit__(type(error), error, error.__traceback__)
+            # Shielded, for a caller that is cancelled already must not leave them half begun.
+            with trio.CancelScope(shield=True):
+                await self._services.opened.wait()
+                await self._requests.opened.wait()
+        except BaseException:
+            await self._end()
             raise
         return self._engine
 
+    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with trio.CancelScope(shield=True):
-            await self._engine._close()
-            self._stop_requests.set()
-            self._stop_services.set()
-        # The body's error is kept from the nursery, which would wrap it in a group.
-        await self._manager.__aexit__(None, None, None)
+        await self._through(self._engine._close)
+        await self._end()
         if self._fatal is not None:
             raise self._fatal
 
+    async def _end(self) -> None:
+        self._requests.stop.set()
+        self._services.stop.set()
+        await self._through(self._requests.ended.wait)
+        await self._through(self._services.ended.wait)
+        # The block's error is kept from the nursery, which would wrap it in a group.
+        await self._manager.__aexit__(None, None, None)
+
+    async def _through(self, wait: Callable[[], Awaitable[None]]) -> None:
+        """Wait, whatever comes.  As in a nursery, KeyboardInterrupt is kept until nothing is left to wait for."""
+        with trio.CancelScope(shield=True):
+            while True:
+                try:
+                    return await wait()
+                except KeyboardInterrupt as interrupt:
+                    self._on_fatal(interrupt)
+
     def _on_fatal(self, error: BaseException) -> None:
-        """KeyboardInterrupt or SystemExit came up in a request: end the block with it."""
+        """Something came up, in a request or in a service, that is for the whole program: end the block with it."""
         if self._fatal is None:
             self._fatal = error
             self._nursery.cancel_scope.cancel()
 
 
-async def _host_nursery(
-    stop: trio.Event,
-    on_cancelled: Callable[[], None] | None = None,
-    task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """Keep a nursery open until ``stop``; without ``on_cancelled`` it is shielded from the program's own cancel."""
-    try:
-        with trio.CancelScope(shield=on_cancelled is None):
-            async with trio.open_nursery() as nursery:
-                task_status.started(nursery)
-                try:
-                    await stop.wait()
-                except trio.Cancelled:
-                    # Before the nursery closes: a request that comes from now on finds a closed engine.
-                    assert on_cancelled is not None
-                    on_cancelled()
-                    raise
-    except* trio.Cancelled:
-        # The block around it sees its own Cancelled; one from here would reach it wrapped in a group.
-        pass
+@final
+class _Host:
+    """A nursery that stays open until ``stop``, and which no task of it can break.
+
+    Without ``on_cancelled`` it is shielded from the program's own cancel.
+    """
+
+    def __init__(
+        self, on_fatal: Callable[[BaseException], None], on_cancelled: Callable[[], None] | None = None
+    ) -> None:
+        self.opened, self.stop, self.ended = trio.Event(), trio.Event(), trio.Event()
+        self._on_fatal = on_fatal
+        self._on_cancelled = on_cancelled
+        self._nursery: trio.Nursery
+
+    def start_soon(self, task: Callable[..., Awaitable[None]], *args: Any, name: str) -> None:
+        """Start a task, which is expected to handle its own errors; what it raises all the same ends the engine."""
+        self._nursery.start_soon(self._guard, task, *args, name=name)
+
+    @trio.lowlevel.enable_ki_protection
+    async def run(self) -> None:
+        try:
+            with trio.CancelScope(shield=self._on_cancelled is None):
+                async with trio.open_nursery() as self._nursery:
+                    self.opened.set()
+                    try:
+                        await self.stop.wait()
+                    except trio.Cancelled:
+                        # Before the nursery closes: a request that comes from now on finds a closed engine.
+                        assert self._on_cancelled is not None
+                        self._on_cancelled()
+                        raise
+        except* trio.Cancelled:
+            # The block around it sees its own Cancelled; one from here would reach it wrapped in a group.
+            pass
+        finally:
+            self.ended.set()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _guard(self, task: Callable[..., Awaitable[None]], *args: Any) -> None:
+        try:
+            await task(*args)
+        except trio.Cancelled:
+            raise
+        except BaseException as error:
+            self._on_fatal(error)
 
 
 @final
 class Engine:
     """Models and the requests that run on them.  Made by :func:`open_engine` alone."""
 
-    def __init__(self, host: PluginHost, registry: Registry, services: trio.Nursery, cache_dir: Any) -> None:
+    def __init__(self, host: PluginHost, registry: Registry, services: _Host, cache_dir: Any) -> None:
         self._host = host
         self._registry = registry
         self._services = services
@@ -155,6 +208,8 @@ class Engine:
 
     # Models.
 
+    # KeyboardInterrupt is held off, but for the loader: what it has made must be registered or freed.
+    @trio.lowlevel.enable_ki_protection
     async def load_model(
         self,
         source: str | os.PathLike[str],
@@ -194,16 +249,21 @@ class Engine:
         name = self._free_name(name, parsed.name, text)
         self._loading.add(name)
         try:
-            backend = await loader.load(parsed, parallel, checked)
+            backend = await _unprotected(loader.load, parsed, parallel, checked)
         finally:
             self._loading.discard(name)
         # No checkpoint from here on: a cancel now is too late, and the model is registered or freed.
-        if self._registry.closed:
+        if not isinstance(backend, Backend):
+            raise ModelLoadError(text, f"the {loader.name} loader must return a Backend, not {backend!r}")
+        try:
+            if self._registry.closed:
+                raise EngineClosedError
+            return self._register(name, backend, parallel, queue_limit, queue_timeout, admission)
+        except BaseException:
             with trio.CancelScope(shield=True):
                 if backend.aclose is not None:
                     await backend.aclose()
-            raise EngineClosedError
-        return self._register(name, backend, parallel, queue_limit, queue_timeout, admission)
+            raise
 
     def _register(
         self,
@@ -225,9 +285,9 @@ class Engine:
             on_start=self._registry.granted,
             on_failed=self._registry.model_failed,
         )
-        self._models[name] = model
         if model.decode_loop is not None:
             self._services.start_soon(model.decode_loop.run, name=f"laneway decode loop {name}")
+        self._models[name] = model
         log.info("model=%s loaded parallel=%d", name, parallel)
         return model
 
@@ -256,8 +316,11 @@ class Engine:
         """End the model's requests and free it.  Once begun it runs to its end, also if the caller is cancelled.
 
         Returns when the model is gone; a second call waits for the same end.
+
+        :raises InvalidRequestError: called from inside the handler of a request on that model
         """
         self._own(model)
+        self._registry.check_outside(model)
         self._begin_unload(model, "it is unloading")
         await model.gone.wait()
 
@@ -272,8 +335,10 @@ class Engine:
         try:
             await self._registry.wait_none(model)
             await model.free()
-        except Exception:
+        except BaseException as error:
             log.exception("freeing model %r failed", model.name)
+            if holds(error, PROGRAM_ENDS):
+                raise
         finally:
             del self._models[model.name]
             model.gone.set()
@@ -482,6 +547,7 @@ class _OpenRun:
         self._run = Run(self._live)
         return self._run
 
+    @trio.lowlevel.enable_ki_protection
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -490,19 +556,33 @@ class _OpenRun:
             must_wait = self.engine._registry.leave(self._live)
             self._live.discard()
             if must_wait:
-                with trio.CancelScope(shield=True):
-                    await self._live.ended.wait()
+                await _outlast(self._live.ended)
         if failure is None:
             return
         if error is None:
+            # Rule C6: the caller's own cancel goes before ours.
+            await trio.lowlevel.checkpoint_if_cancelled()
             raise failure
         if error is not failure:
             log.error("request %r failed as well, beside %r: %s", self._live.id, error, failure)
 
 
 @trio.lowlevel.disable_ki_protection
-async def _unprotected(prepare: Callable[[Model, Any], Awaitable[Any]], model: Model, request: Any) -> Any:
-    return await prepare(model, request)
+async def _unprotected(function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    return await function(*args)
+
+
+async def _outlast(event: trio.Event) -> None:
+    """Wait for ``event`` whatever comes, and only then let a KeyboardInterrupt through."""
+    interrupt: KeyboardInterrupt | None = None
+    with trio.CancelScope(shield=True):
+        while not event.is_set():
+            try:
+                await event.wait()
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+    if interrupt is not None:
+        raise interrupt
 
 
 def _check_queue(queue_limit: Any, queue_timeout: Any) -> None:

@@ -13,6 +13,17 @@ import attrs
 if TYPE_CHECKING:
     from laneway._events import Stats
 
+PROGRAM_ENDS = (KeyboardInterrupt, SystemExit)
+"""What ends the whole program.  Whatever else a plugin raises is an affair of its request or its model (rule C10)."""
+
+
+def holds(error: BaseException, kinds: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
+    """Whether ``error`` is of one of ``kinds``, or a group with one of them in it."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(holds(leaf, kinds) for leaf in error.exceptions)
+    return isinstance(error, kinds)
+
+
 RejectionReason = Literal["queue_full", "overflow", "queue_timeout", "busy"]
 """Why a lane refused: rule A4 of the contract."""
 

@@ -99,6 +99,11 @@ class Lanes:
         """How many may wait in each lane."""
         return self._admission.queue_limit
 
+    @property
+    def writer_waits(self) -> bool:
+        """Whether an exclusive ticket waits, in whatever lane: until it has run, no newcomer starts."""
+        return self._admission.writer_waits
+
     def waiting(self, lane: str = "") -> int:
         """How many wait in a lane."""
         return len(self._admission.waiting(lane))

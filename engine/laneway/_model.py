@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import trio
@@ -51,6 +52,9 @@ class Model:
         """Set when the model has been unloaded and freed."""
         self._backend = backend
         self._closed: str | None = None
+        self._freed = False
+        self._tokenizing = 0
+        self._untouched = trio.lowlevel.ParkingLot()
         if backend.decoder is not None:
             assert backend.tokenizer is not None, "a backend with a decoder has a tokenizer"
             self.decode_loop = DecodeLoop(
@@ -97,6 +101,8 @@ class Model:
     @property
     def tokenizer(self) -> Tokenizer:
         """Text to tokens and back.  Raises :class:`InvalidRequestError` on a model that has none."""
+        if self._freed:
+            raise ModelNotLoadedError(self.name, "it was unloaded")
         if self._backend.tokenizer is None:
             raise InvalidRequestError(f"model {self.name!r} is no language model: it has no tokenizer")
         return self._backend.tokenizer
@@ -124,19 +130,38 @@ class Model:
         if len(text) < LONG_TEXT:
             await trio.lowlevel.checkpoint_if_cancelled()
             return tokenizer.tokenize(text, bos=bos, special=special)
-        return await trio.to_thread.run_sync(lambda: tokenizer.tokenize(text, bos=bos, special=special))
+        self._tokenizing += 1
+        try:
+            return await trio.to_thread.run_sync(lambda: tokenizer.tokenize(text, bos=bos, special=special))
+        finally:
+            self._tokenizing -= 1
+            self._untouched.unpark_all()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raise :class:`ContextOverflowError` for a prompt that can never run (rule A10)."""
+        """Raise :class:`ContextOverflowError` for a prompt that can never run (rule A10).
+
+        Raises :class:`InvalidRequestError` for what is no prompt at all: a backend that is handed a token which it does
+        not know would break for everybody.
+        """
         if not prompt:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         if len(prompt) >= self.window:
             raise ContextOverflowError(len(prompt), self.window, self.context_size, self.parallel)
+        try:
+            tokens = array("i", prompt)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(f"must be token ids: {error}", "prompt") from None
+        size = self.tokenizer.size
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < size:
+                raise InvalidRequestError(f"token {token} is not in the vocabulary of {size} entries", "prompt")
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise :class:`InvalidRequestError` if this model cannot sample so (a grammar that does not parse, say)."""
         if self._backend.decoder is None:
             raise InvalidRequestError(f"model {self.name!r} is no language model: it cannot generate")
+        if self._freed:
+            raise ModelNotLoadedError(self.name, "it was unloaded")
         self._backend.decoder.check(sampling)
 
     # The engine's side.
@@ -161,6 +186,10 @@ class Model:
             if self.decode_loop is not None:
                 await self.decode_loop.stop()
         finally:
+            self._freed = True
+            # No request lives any more, but a prompt may be on its way to one, its tokens being made in a thread.
+            while self._tokenizing:
+                await self._untouched.park()
             try:
                 if self._backend.aclose is not None:
                     await self._backend.aclose()

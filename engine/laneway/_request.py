@@ -48,8 +48,10 @@ class Request:
     stall_timeout: float = math.inf
     stall_scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     streams: list[Tokens] = attrs.field(factory=list)
+    closing: bool = False
+    """The handler has ended: no more sequences join."""
     result: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     turned: trio.Event = attrs.field(factory=trio.Event)
     """The wait is over: admitted, or ended without that."""
     settled: trio.Event = attrs.field(factory=trio.Event)
@@ -65,7 +67,12 @@ class Request:
         return self.operation.kind
 
     def put(self, event: object) -> None:
-        """Hand an event to the reader; at a full outbox (opt-in), pause what feeds it."""
+        """Hand an event to the reader; at a full outbox (opt-in), pause what feeds it.
+
+        Dropped once the outcome is known, which is the last thing that a reader hears.
+        """
+        if self.settled.is_set():
+            return
         self.outbox.put(event)
         self.readable.unpark()
         if self.paused_at is None and self.outbox.full:
@@ -100,7 +107,7 @@ class Request:
                 tokens.resume()
         self.writable.unpark_all()
 
-    def settle(self, *, result: Any = None, error: Exception | None = None) -> None:
+    def settle(self, *, result: Any = None, error: BaseException | None = None) -> None:
         """Make the outcome known to the reader, once; a later one is dropped (scope ``none``, rule C1)."""
         if not self.settled.is_set():
             self.result = result
@@ -108,8 +115,10 @@ class Request:
             self.settled.set()
             self.turned.set()
             self.readable.unpark_all()
+            # A handler that goes on, unheard, need not wait for a reader who has all that there will be.
+            self.unpause()
 
     def made(self) -> tuple[str, tuple[int, ...]]:
         """Text and tokens of all sequences so far, in the order in which they were asked for."""
         text = "".join(tokens.text for tokens in self.streams)
-        return text, tuple(token for tokens in self.streams for token in tokens.sequence.output)
+        return text, tuple(token for tokens in self.streams for token in tokens.tokens)

@@ -106,7 +106,7 @@ class Run:
             self._error_seen = True
             raise self._request.error
 
-    def unseen_error(self) -> Exception | None:
+    def unseen_error(self) -> BaseException | None:
         """The failure of an ended run, if nobody has been told yet (rule R4)."""
         if self._error_seen or not self._request.settled.is_set():
             return None

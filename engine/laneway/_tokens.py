@@ -46,9 +46,11 @@ class LoopHandle(Protocol):
 class Owner(Protocol):
     """The request that a sequence belongs to."""
 
+    id: str
     arrived_at: float
     paused_at: float | None
     streams: list[Tokens]
+    closing: bool
 
 
 class Tokens:
@@ -77,20 +79,31 @@ class Tokens:
         self._owner = owner
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
+        self._entered = False
+        self._received = 0
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._unread: TextDelta | None = None
         self._reason: StopReason | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._ended = trio.Event()
         self._reader = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
         state = self._reason or ("failed" if self._error else self.sequence.state.name.lower())
-        return f"<laneway.Tokens {state}, {len(self.sequence.output)} tokens>"
+        return f"<laneway.Tokens {state}, {self._received} tokens>"
 
+    # KeyboardInterrupt is held off: a sequence that has joined must be known to its request.
+    @trio.lowlevel.enable_ki_protection
     async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a sequence can be entered once: call ctx.generate() again for another")
+        if self._owner.closing:
+            raise trio.ClosedResourceError(
+                f"the handler of request {self._owner.id!r} has ended, and its permit with it"
+            )
         self._loop.add(self)
+        self._entered = True
         self._owner.streams.append(self)
         if self._owner.paused_at is not None:
             self.pause()
@@ -113,6 +126,7 @@ class Tokens:
         return self
 
     async def __anext__(self) -> TextDelta:
+        self._check_entered()
         while self._unread is None:
             if self._ended.is_set():
                 await trio.lowlevel.checkpoint()
@@ -125,11 +139,12 @@ class Tokens:
 
     async def finish(self) -> Answer:
         """Wait for the end of the answer.  Raises :class:`DecodeError` or :class:`ModelNotLoadedError` if it failed."""
+        self._check_entered()
         await self._ended.wait()
         if self._error is not None:
             raise self._error
         assert self._reason is not None
-        return Answer(self.text, tuple(self.sequence.output), self._reason, self.stats, tuple(self._logprobs))
+        return Answer(self.text, self.tokens, self._reason, self.stats, tuple(self._logprobs))
 
     @property
     def text(self) -> str:
@@ -137,10 +152,18 @@ class Tokens:
         return "".join(self._parts)
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens so far, without the end token: those that :attr:`text` is of.
+
+        A step that is under way may add one to the sequence that its owner, leaving, never hears of.
+        """
+        return tuple(self.sequence.output[: self._received])
+
+    @property
     def stats(self) -> Stats:
         """The figures so far."""
         sequence = self.sequence
-        generated = len(sequence.output)
+        generated = self._received
         first, last = self.span or (None, None)
         rate = None
         if first is not None and last is not None and last > first:
@@ -164,8 +187,9 @@ class Tokens:
         return self._first_token_at, self._last_token_at
 
     def drop(self) -> None:
-        """Let the sequence leave; :attr:`freed` tells when its slot is free."""
-        self._loop.remove(self)
+        """Let the sequence leave; :attr:`freed` tells when its slot is free.  Nothing to do for one that never came."""
+        if self._entered:
+            self._loop.remove(self)
 
     def pause(self) -> None:
         """Decode no more of this sequence until :meth:`resume`; it keeps its slot."""
@@ -188,6 +212,7 @@ class Tokens:
             return
         # An end token is no part of the answer, and its time is none of a token's.
         if output.finish_reason != "eos":
+            self._received += 1
             if self._first_token_at is None:
                 self._first_token_at = now
             self._last_token_at = now
@@ -197,11 +222,15 @@ class Tokens:
             self._reason = output.finish_reason
             self._end()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End with an error, unless the outcome is known already."""
         if not self._ended.is_set():
             self._error = error
             self._end()
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise RuntimeError("the sequence has not joined: use `async with ctx.generate(...) as tokens`")
 
     def _push(self, output: Output) -> None:
         delta = TextDelta(output.text, () if output.logprob is None else (output.logprob,))

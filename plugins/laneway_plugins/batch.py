@@ -92,7 +92,9 @@ class BatchRequest:
             raise InvalidRequestError(
                 f"must be a list of prompts, not {type(prompts).__name__}; for a single one see completion", "prompts"
             )
-        _request("", fields)
+        checked = _request("", fields)
+        # As the check has made them of what was given: an iterator of stop strings, say, can be read only once.
+        common = {name: getattr(checked, name) for name in fields}
         items = [prompt if isinstance(prompt, BatchItem) else BatchItem(prompt) for prompt in prompts]
         if not items:
             raise InvalidRequestError("a batch needs at least one prompt", "prompts")
@@ -101,7 +103,7 @@ class BatchRequest:
         for index, item in enumerate(items):
             name = _id_of(item, index, ids)
             ids.add(name)
-            members.append(_member(name, item, fields))
+            members.append(_member(name, item, common))
         self.__attrs_init__(tuple(members))
 
 
@@ -326,7 +328,7 @@ class _Live:
     def _made(self) -> tuple[str, tuple[int, ...], Stats]:
         if self._tokens is None:
             return "", (), Stats()
-        return self._tokens.text, tuple(self._tokens.sequence.output), self._tokens.stats
+        return self._tokens.text, self._tokens.tokens, self._tokens.stats
 
     def _end(self, reason: StopReason, error: Exception | None = None, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         text, tokens, stats = self._made()
