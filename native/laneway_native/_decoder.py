@@ -58,8 +58,8 @@ class LlamaDecoder:
     make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt`, any thread).
 
     ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to
-    256.  ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long threads wait for the next
-    step before they sleep, 0 to 100.
+    256.  ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long idle threads wait for the next
+    step before they sleep, in units of some 0.05 s, 0 to 100.
     ``kv_type``: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  ``kv_mode``: "split" or "unified"; with
     ``flash_attention``, None leaves the choice to :func:`laneway_native.plan`.  ``chunk_target``: seconds that one
     prefill chunk may take while others decode.  ``lora``: pairs of an adapter file and its scale.  ``rope_freq_base``
@@ -76,7 +76,7 @@ class LlamaDecoder:
         context_size: int,
         parallel: int,
         threads: int | None = None,
-        poll: int = 0,
+        poll: int = 1,
         kv_type: str = "f16",
         kv_mode: KvMode | None = None,
         flash_attention: bool | None = None,
