@@ -121,7 +121,7 @@ async def test_C3_a_common_cancel_grants_nobody_that_it_cancels(autojump_clock: 
 
 
 async def test_C9_a_request_leaves_with_all_its_sequences_at_once(autojump_clock: trio.testing.MockClock) -> None:
-    """Nested blocks are left one inside the other; a long step that all of them are leaving is cut short all the same."""
+    """Nested blocks are left one inside the other; a long step that they all leave is cut short all the same."""
 
     async def two(ctx: laneway.RequestContext) -> None:
         async with ctx.generate(list(range(1, 200)), GREEDY) as one, ctx.generate([1, 2], GREEDY) as other:

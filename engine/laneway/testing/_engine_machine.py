@@ -1,0 +1,643 @@
+"""State machines that drive a whole engine and hold it to the contract: registry, lanes, scheduler and decode loop.
+
+The engine runs on scripted decoders in a :class:`laneway.testing.GuestRun`, under a mock clock.  A rule does one thing
+that somebody can do to an engine.  What follows from it is noted down where it happens, and judged, entry by entry,
+when everything has come to rest: see :mod:`laneway.testing._engine_model`, which is the contract told naively.  The
+invariants then ask the engine itself.
+
+There are two machines, because what they look for needs different company.  :class:`RequestMachine` is about who runs
+when and how requests end: its handlers mostly wait to be told.  :class:`DecodingMachine` is about tokens: its handlers
+generate, readers dawdle, steps fail and hang.
+
+To hold an engine that is put together in another way to the same contract::
+
+    class MyMachine(RequestMachine):
+        @staticmethod
+        def open_engine(plugins):
+            return my_open_engine(plugins=plugins)
+
+
+    TestMine = MyMachine.TestCase
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+from typing import Any, Literal
+
+import attrs
+import trio
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import laneway
+from laneway.testing._engine_harness import OPERATIONS, EngineHarness, Load, Loading
+from laneway.testing._engine_model import ENDS, Ask, Entry, Job, LoadedModel, Prompt, Work
+from laneway.testing._guest import GuestRun, GuestTask
+from laneway.testing.strategies import task_orders
+
+# What is drawn
+
+# All times are multiples of 1/64 s, so that deadlines, steps and timeouts meet in one instant.
+SECONDS = st.sampled_from([0.0, 1 / 64, 2 / 64, 1 / 8, 1 / 2, 1.0, 2.0])
+
+
+def mostly(usual: Any, *others: Any, odds: int = 7) -> st.SearchStrategy[Any]:
+    """``usual`` in all but one of ``odds + 1`` draws."""
+    return st.sampled_from([usual] * odds * len(others) + list(others))
+
+
+def _one(which: str) -> st.SearchStrategy[Any]:
+    """One of the machine's own things."""
+    return st.runner().flatmap(lambda machine: st.sampled_from(getattr(machine, which)))
+
+
+def _drawn(which: str) -> st.SearchStrategy[Any]:
+    """What the machine's class says is to be drawn."""
+    return st.runner().flatmap(lambda machine: getattr(machine, which))
+
+
+class EngineMachine(EngineHarness, RuleBasedStateMachine):
+    """What may happen to any engine.  See :class:`RequestMachine` and :class:`DecodingMachine`."""
+
+    asks: st.SearchStrategy[Ask]
+    """The requests that are made."""
+    loads: st.SearchStrategy[Load]
+    """The models that are loaded."""
+    patience = 30
+    """How much has to happen before somebody ends it all."""
+
+    @initialize(orders=task_orders(), load=_drawn("loads"))
+    def begin(self, orders: object, load: Load) -> None:
+        self.run = GuestRun()
+        self.base_tasks = self._tasks()
+        self._open()
+        self._load("a", attrs.evolve(load, seconds_to_load=0.0))
+
+    # What somebody may do
+
+    @rule(asks=st.lists(_drawn("asks"), min_size=1, max_size=3), on=st.integers(0, 3))
+    def submit(self, asks: list[Ask], on: int) -> None:
+        """Requests that are made in one instant."""
+        models = self.models
+        if models:
+            self._submit([(ask, models[on % len(models)]) for ask in asks])
+
+    @precondition(lambda self: self.held)
+    @rule(job=_one("held"), order=st.sampled_from(["return", "return", "raise", "notice"]))
+    def finish(self, job: Job, order: Literal["return", "raise", "notice"]) -> None:
+        """A handler that waits goes on to its end."""
+        job.order = order
+        self._do(job.orders.set)
+
+    @precondition(lambda self: self.live)
+    @rule(job=_one("live"))
+    def cancel(self, job: Job) -> None:
+        assert job.id is not None
+        self._cancel(job.id)
+
+    @precondition(lambda self: self.inside)
+    @rule(job=_one("inside"))
+    def cancel_caller(self, job: Job) -> None:
+        """The caller's own scope is cancelled."""
+        assert job.task is not None
+        job.scope_cancelled = True
+        self._do(job.task.scope.cancel)
+
+    @precondition(lambda self: self.resting)
+    @rule(job=_one("resting"), how=st.sampled_from(["leave", "leave", "raise", "read"]))
+    def leave(self, job: Job, how: Literal["leave", "raise", "read"]) -> None:
+        """A caller that rests in its block leaves it, with or without an error, or reads on."""
+        job.leave_how = how
+        job.reads_late = not job.live and not job.events
+        self._do(job.leave.set)
+
+    @rule(seconds=SECONDS)
+    def wait(self, seconds: float) -> None:
+        self._advance(seconds)
+
+    @precondition(lambda self: self.live)
+    @rule(job=_one("live"), ask=_drawn("asks"))
+    def follow(self, job: Job, ask: Ask) -> None:
+        """C4: somebody awaits the end of a request, and then takes its place without waiting."""
+        ask = attrs.evolve(ask, name="fresh", overflow="reject", prepares=0.0)
+        follower = self._job(ask, job.on)
+
+        async def follow() -> Any:
+            assert job.id is not None
+            try:
+                await self.engine.wait_ended(job.id)
+            except trio.Cancelled as error:
+                self.note("refused", follower, error)
+                raise
+            self.note("wait_ended", job)
+            return await self._call(follower)
+
+        self._start(follower, follow)
+        self._judge()
+
+    @precondition(lambda self: not self.model.closed and len(self.models) + len(self.loading) < 2 and self.free_names)
+    @rule(load=_drawn("loads"))
+    def load(self, load: Load) -> None:
+        event("a model is loaded beside others" if self.models else "a model is loaded again")
+        self._load(self.free_names[0], load)
+
+    def reached(self, entry: Entry) -> None:
+        """For Hypothesis' statistics: how often the interesting things happen."""
+        if entry.what == "ended":
+            record = entry.about[0]
+            event(f"a request ended as {record.outcome}{'' if record.ticket is None else ', having had a ticket'}")
+        elif entry.what == "refused":
+            _, error = entry.about
+            event(f"a request was refused: {getattr(error, 'reason', None) or type(error).__name__}")
+        elif entry.what == "leaving":
+            job, error = entry.about
+            if isinstance(error, trio.Cancelled) and not job.scope_cancelled:
+                at = "decoding" if job.deliveries else "in its handler" if job.state == "running" else job.state
+                event(f"a deadline while {at}")
+        elif entry.what == "answered":
+            *_, end = entry.about
+            event(f"a sequence ended: {getattr(end, 'stop_reason', type(end).__name__)}")
+        elif entry.what == "step":
+            *_, jobs = entry.about
+            event(f"a step of {len(jobs)} requests")
+
+    # An idle engine is shut down at the end of every example, so the next rules wait for something to disturb.
+
+    @precondition(lambda self: self.restless and self.busy_models)
+    @rule(model=_one("busy_models"))
+    def unload(self, model: LoadedModel) -> None:
+        event("unload with requests")
+
+        def unload() -> None:
+            self.model.unload(model, self.run.now)
+            model.unloader = self.run.start_soon(self.engine.unload_model, model.real)
+
+        self._do(unload)
+
+    @precondition(lambda self: not self.model.closed and (self.live or self.loading) and self.restless)
+    @rule()
+    def shut_down(self) -> None:
+        """The engine's block ends."""
+        event("shutdown with requests" if self.live else "shutdown without requests")
+
+        def close() -> None:
+            self.model.close(self.run.now)
+            self.stop.set()
+
+        self._do(close)
+
+    @precondition(lambda self: not self.model.closed and self.live and self.restless)
+    @rule()
+    def cancel_program(self) -> None:
+        """The program around the engine's block is cancelled."""
+        event("the program is cancelled with requests")
+
+        def collapse() -> None:
+            self.model.collapse(self.run.now)
+            self.host.scope.cancel()
+
+        self._do(collapse)
+
+    @property
+    def restless(self) -> bool:
+        """Enough has happened for somebody to end it all."""
+        return len(self.told) - self.told_at_opening > self.patience
+
+    @precondition(lambda self: self.model.closed and self.host.done and not self.jobs and not self.loading)
+    @rule(load=_drawn("loads"))
+    def open_again(self, load: Load) -> None:
+        self._open()
+        self._load("a", attrs.evolve(load, seconds_to_load=0.0))
+
+    # What must hold whenever everything is at rest, asked of the engine
+
+    @invariant()
+    def the_snapshot_tells_what_is_so(self) -> None:
+        if self.host.done:
+            return
+        snapshot = self.engine.snapshot()
+        assert snapshot.closed == self.model.closed
+        present = [model for model in self.all_models if model.door != "unloaded"]
+        assert {model.name for model in snapshot.models} == {model.name for model in present}
+        for model in present:
+            told = snapshot.model(model.name)
+            state = "unloading" if model.door == "unloading" or self.model.closed else "loaded"
+            if state == "loaded" and model.failed:
+                state = "failed"
+            assert told.state == state or self.model.collapsed, f"{model} is {told.state}, should be {state}"
+            if not self.model.collapsed:
+                self._check_lanes(model, told)
+            without = [job.id for job in self.live if job.on is model and job.ticket is None]
+            assert sorted(request.request_id for request in told.without_lane) == sorted(map(str, without))
+
+    def _check_lanes(self, model: LoadedModel, told: laneway.ModelSnapshot) -> None:
+        caps = {"": float(model.admission.parallel), **model.admission.caps}
+        assert {lane.group for lane in told.lanes} == set(caps), f"A11: {told.lanes}"
+        for lane in told.lanes:
+            running = [ticket for ticket in model.admission.running if ticket.lane == lane.group]
+            line = model.admission.line(lane.group)
+            assert [r.request_id for r in lane.running] == [self.model.by_ticket(t).id for t in running]
+            assert [r.request_id for r in lane.waiting] == [self.model.by_ticket(t).id for t in line]
+            assert [r.position for r in lane.waiting] == list(range(1, len(line) + 1))
+            assert (lane.cap, lane.used) == (caps[lane.group], model.admission.used(lane.group))
+            assert lane.queue_limit == model.admission.queue_limit
+            for request in (*lane.running, *lane.waiting):
+                job = self.model.by_id(request.request_id)
+                assert job is not None
+                assert (request.state, request.kind) == (job.state, job.ask.kind)
+                assert request.age == self.run.now - job.arrived_at
+
+    @invariant()
+    def caps_and_limits_hold(self) -> None:
+        """A2, A4, without the model's help."""
+        for lane in self._lanes():
+            assert lane.used <= lane.cap, f"A2: {lane.used} of {lane.cap} permits are given"
+            assert len(lane.waiting) <= lane.queue_limit, f"A4: {len(lane.waiting)} wait, {lane.queue_limit} may"
+
+    @invariant()
+    def an_exclusive_request_runs_alone(self) -> None:
+        """A6."""
+        for model in self.models:
+            running = [job for job in self.live if job.on is model and job.has_permit]
+            alone = any(job.operation.use is laneway.Use.EXCLUSIVE for job in running)
+            assert len(running) <= 1 or not alone, f"A6: {running} run together"
+
+    @invariant()
+    def no_lane_idles_while_it_could_work(self) -> None:
+        """A3: where nothing of a model runs, nobody waits."""
+        for model in self._snapshots():
+            running = [request for lane in model.lanes for request in lane.running]
+            waiting = [request for lane in model.lanes for request in lane.waiting]
+            assert running or not waiting, f"A3: nothing runs on {model.name!r} and {waiting} wait"
+
+    @invariant()
+    def every_run_has_one_state(self) -> None:
+        for job in self.jobs:
+            if job.run is None:
+                continue
+            state = job.run.state
+            if not self.model.collapsed:
+                assert state == job.state, f"{job} is {state}, should be {job.state}"
+            assert (state in ENDS) == (not job.live), f"{job} is {state}, should be {job.state}"
+
+    @invariant()
+    def the_decoder_is_used_as_it_allows(self) -> None:
+        for model in self.all_models:
+            model.decoder.assert_obeyed()
+
+    @invariant()
+    def what_was_read_begins_the_final_text(self) -> None:
+        """S1."""
+        for job in self.jobs:
+            for index in range(len(job.prompts)):
+                texts = job.texts(index)
+                if texts:
+                    _, text, _ = self.model.expected_answer(job, index)
+                    assert text.startswith("".join(texts)), f"S1: {job} has read {texts}, the text is {text!r}"
+
+    @invariant()
+    def slots_are_held_by_those_who_run(self) -> None:
+        """A8: whatever is in a slot belongs to somebody who runs."""
+        for model in self.all_models:
+            if model.may_fail or model.door == "unloaded":
+                continue
+            for slot, prompt in model.decoder.prompts.items():
+                owner = self.owners[prompt]
+                assert owner.live, f"A8: slot {slot} holds a sequence of {owner}, which is {owner.state}"
+
+    @invariant()
+    def a_paused_run_is_not_fed(self) -> None:
+        """S2, opt-in: who is paused keeps slot and permit and decodes nothing."""
+        for model in self._snapshots():
+            for request in model.stalled:
+                job = self.model.by_id(request.request_id)
+                assert job is not None
+                assert job.ask.backpressure == "pause", f"S2: {job} did not ask to be paused"
+                event("a run is paused")
+                assert request.paused_seconds is not None
+                since = self.run.now - request.paused_seconds
+                late = sum(when > since for when in job.deliveries)
+                # The step under way when it was paused, and what a prompt that was being taken in gave.
+                assert late <= 2 * len(job.prompts), f"S2: {job} was given {late} tokens after it was paused"
+
+    @invariant()
+    def nothing_is_left_when_idle(self) -> None:
+        """A11: no slot, no task, no timer."""
+        if self.jobs or self.loading:
+            return
+        for model in self.all_models:
+            if not model.may_fail:
+                model.decoder.assert_idle()
+        if self.host.done:
+            assert self._tasks() == self.base_tasks, "A11: tasks are left of an engine that has closed"
+        elif not self.model.closed and not any(model.may_fail for model in self.models):
+            tasks = self._tasks() - self.engine_tasks - self.model_tasks * len(self.models)
+            assert tasks == 0, f"A11: {tasks} tasks are left of requests that have ended"
+        assert trio.lowlevel.current_statistics().seconds_to_next_deadline == math.inf, "A11: a timer is left"
+
+    # The end
+
+    def teardown(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        found = sys.exc_info()[1]
+        if found is not None or not hasattr(self, "engine"):
+            # Something was found, or the example is cut short: nothing more is to be learnt from this run.
+            self._tell_the_story(found)
+            self._abandon()
+            return
+        try:
+            self._wind_up()
+        except BaseException as error:
+            self._tell_the_story(error)
+            self._abandon()
+            raise
+        self.run.close()
+
+    def _tell_the_story(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            error.add_note("What had happened:\n" + "\n".join(self.told[-60:]))
+
+    def _abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self.run.step(self._let_go)
+        with contextlib.suppress(Exception):
+            self.run.close()
+
+    def _let_go(self) -> None:
+        self._release_all()
+        for model in self.all_models:
+            model.decoder.hang_at.clear()
+            model.decoder.interrupt()
+
+    def _wind_up(self) -> None:
+        """Let everybody come to an end; nothing may be left."""
+        self._do(self._end_hanging)
+        if len(self.live) > 50:
+            self._cancel_all(-1, None)
+        self._do(self._release_all)
+        self._advance(1000.0)
+        left = [job for job in self.jobs if job.live]
+        assert not left, f"{left} do not end, and nobody keeps them"
+        assert not self.jobs, f"the callers of {self.jobs} do not come back"
+        self.nothing_is_left_when_idle()
+        if not self.model.closed:
+            self.shut_down()
+        self.nothing_is_left_when_idle()
+
+    def _release_all(self) -> None:
+        for job in self.jobs:
+            job.orders.set()
+            job.leave_how = job.leave_how if job.leave.is_set() else "read"
+            job.leave.set()
+
+    def _end_hanging(self) -> None:
+        for model in self.all_models:
+            if model.hangs:
+                model.interrupted = True
+                model.decoder.interrupt()
+            model.decoder.hang_at.difference_update(range(len(model.steps) + 1, len(model.steps) + 100))
+
+
+class RequestMachine(EngineMachine):
+    """Who runs when, and how requests end.  Handlers wait to be told, or for a while; none generates."""
+
+    asks = st.builds(
+        Ask,
+        kind=st.sampled_from(
+            ["shared"] * 6
+            + ["writer", "writer", "training", "unique", "common", "common", "common", "stubborn", "stubborn"]
+            + ["beside", "beside_stubborn", "side", "side", "hasty"]
+        ),
+        work=st.builds(
+            Work,
+            held=st.sampled_from([True, True, True, False]),
+            lingers=st.sampled_from([False, False, False, True]),
+            seconds=mostly(0.0, 1 / 64, 1 / 2, odds=2),
+        ),
+        name=mostly("fresh", "minted", "known", odds=3),
+        keys=mostly((), ("a",), ("b",), ("a", "b"), odds=1),
+        weight=st.sampled_from([1, 1, 2, 9]),
+        overflow=mostly(None, "reject", "queue"),
+        queue_timeout=mostly(None, 0.0, 1 / 64, 1 / 2, odds=3),
+        cap=mostly(None, 1, 2.7, math.inf),
+        reads=st.sampled_from(["result", "result", "events", "admitted", "one", "never", "never"]),
+        deadline=mostly(None, 0.0, 1 / 64, 1 / 2, odds=3),
+        prepares=mostly(0.0, 1 / 64, 1 / 2),
+    )
+    loads = st.builds(
+        Load,
+        parallel=st.sampled_from([1, 1, 2, 3]),
+        queue_limit=st.sampled_from([0, 1, 2, 5, 5, 5, 160]),
+        by_slots=st.booleans(),
+        queue_timeout=mostly(None, 1 / 2, odds=4),
+        seconds_to_load=mostly(0.0, 1 / 2, odds=3),
+    )
+
+    @precondition(lambda self: self.models)
+    @rule(
+        asks=st.lists(_drawn("asks"), min_size=1, max_size=3), on=st.integers(0, 3), over=st.sampled_from([-1, 0, 0, 1])
+    )
+    def crowd(self, asks: list[Ask], on: int, over: int) -> None:
+        """One operation is asked for so often that its lane's line is full, lacks one, or should have one too many."""
+        model = self.models[on % len(self.models)]
+        line = model.admission.line(OPERATIONS[asks[0].kind].lane_group)
+        free = model.admission.queue_limit - len(line)
+        if free > 20:
+            event("a great crowd")
+        crowd = [attrs.evolve(ask, kind=asks[0].kind, name="fresh", queue_timeout=None) for ask in asks]
+        self._submit([(ask, model) for ask in itertools.islice(itertools.cycle(crowd), max(1, free + over))])
+
+    @rule(known=st.integers(0, 9))
+    def cancel_an_id(self, known: int) -> None:
+        """An id of long ago, or of a request that is still to come."""
+        self._cancel(self.known_ids[-1 - known % len(self.known_ids)])
+
+    @precondition(lambda self: self.live)
+    @rule(on=st.integers(-1, 1), kind=st.none() | st.sampled_from(["shared", "common"]))
+    def cancel_all(self, on: int, kind: str | None) -> None:
+        self._cancel_all(on, kind)
+
+    @precondition(lambda self: self.inside)
+    @rule(jobs=st.lists(_one("inside"), min_size=2, max_size=5, unique=True))
+    def cancel_callers(self, jobs: list[Job]) -> None:
+        """What surrounds several callers is cancelled."""
+
+        def cancel() -> None:
+            for job in jobs:
+                assert job.task is not None
+                job.scope_cancelled = True
+                job.task.scope.cancel()
+
+        self._do(cancel)
+
+    @precondition(lambda self: self.reading)
+    @rule(job=_one("reading"), first=st.booleans())
+    def cancel_both(self, job: Job, first: bool) -> None:
+        """C6: by id and by the caller's own scope, in one instant."""
+
+        def cancel() -> None:
+            assert job.task is not None
+            job.scope_cancelled = True
+            if first:
+                job.task.scope.cancel()
+            if job.live:
+                assert job.id is not None
+                self._cancel_inside(job.id)
+            if not first:
+                job.task.scope.cancel()
+
+        self._do(cancel)
+
+    @precondition(lambda self: any(job.handler == "inside" for job in self.live))
+    @rule(pick=st.integers(0, 9), key=st.sampled_from("abc"))
+    def claim(self, pick: int, key: str) -> None:
+        """A13: a handler tries for one more key."""
+        inside = [job for job in self.live if job.handler == "inside"]
+        job = inside[pick % len(inside)]
+
+        def claim() -> None:
+            expected = job.ticket is not None and job.on.admission.try_claim(job.ticket, key)
+            assert job.ctx.claim(key) is expected, f"A13: {job} claims {key!r}, should be {expected}"
+
+        if not self.model.collapsed:
+            self._do(claim)
+
+    @precondition(lambda self: any(job.ask.reads == "result" for job in self.reading))
+    @rule(pick=st.integers(0, 9))
+    def interfere(self, pick: int) -> None:
+        """R5: a second task reads a run."""
+        reading = [job for job in self.reading if job.ask.reads == "result"]
+        job = reading[pick % len(reading)]
+        assert job.run is not None
+        second = self.run.start(job.run.result)
+        assert isinstance(getattr(second.outcome, "error", None), trio.BusyResourceError), f"R5: {second}"
+        self._judge()
+
+    @precondition(lambda self: self.loading)
+    @rule(loading=_one("loading"))
+    def cancel_load(self, loading: Loading) -> None:
+        self._do(loading.task.scope.cancel)
+
+    @precondition(lambda self: self.unloaders)
+    @rule(unloader=_one("unloaders"))
+    def cancel_unload(self, unloader: GuestTask[None]) -> None:
+        """C8: an unload once begun runs to its end; a cancelled caller only stops waiting."""
+        unloader.cancel()
+        assert unloader.cancelled, f"C8: {unloader} was cancelled and waits on"
+        self._judge()
+
+
+def _rest() -> st.SearchStrategy[tuple[int, ...]]:
+    return st.builds(
+        lambda token, length: (token,) * length,
+        st.sampled_from([ord("a"), ord("b")]),
+        st.sampled_from([0, 0, 1, 2, 4, 5, 9, 13, 40]),
+    )
+
+
+class DecodingMachine(EngineMachine):
+    """Tokens: whatever happens to others, who is left alone gets what it would get alone."""
+
+    asks = st.builds(
+        Ask,
+        kind=st.sampled_from(["shared"] * 8 + ["writer", "common", "common", "stubborn", "beside", "side"]),
+        work=st.builds(
+            Work,
+            prompts=st.lists(
+                st.builds(
+                    Prompt,
+                    rest=_rest(),
+                    max_tokens=st.sampled_from([None, None, 1, 2, 5, 60]),
+                    stop=mostly((), ("e",), ("the", "a"), odds=3),
+                    overlong=mostly(False, True, odds=15),
+                ),
+                min_size=1,
+                max_size=4,
+            ).map(tuple),
+            take=st.sampled_from(["put", "put", "iterate", "finish"]),
+            leaves=mostly("tidy", "early", "forgetful", odds=3),
+            held=mostly(False, True, odds=7),
+            lingers=st.booleans(),
+        ),
+        keys=mostly((), ("a",), odds=5),
+        weight=st.sampled_from([1, 1, 2]),
+        reads=st.sampled_from(["result", "events", "events", "slowly", "one", "never", "never"]),
+        backpressure=mostly("merge", "pause", odds=3),
+        deadline=mostly(None, 1 / 64, 3 / 64, 1 / 8, 1 / 2, odds=4),
+    ).map(lambda ask: attrs.evolve(ask, backpressure="merge") if ask.kind == "common" else ask)
+    loads = st.builds(
+        Load,
+        parallel=st.sampled_from([1, 2, 3, 4, 4]),
+        queue_limit=st.sampled_from([1, 5, 5]),
+        by_slots=st.booleans(),
+        stall_timeout=mostly(None, 1 / 2, odds=2),
+        window=st.sampled_from([8, 24, 24, 48]),
+        seconds_per_step=st.sampled_from([0.0, 1 / 64, 1 / 64, 1 / 8]),
+        contiguous=st.booleans(),
+    )
+
+    patience = 80
+
+    @rule(ticks=st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34]))
+    def wait_some_steps(self, ticks: int) -> None:
+        self._advance(ticks / 64)
+
+    @precondition(lambda self: self.live)
+    @rule(on=st.integers(-1, 1))
+    def cancel_all(self, on: int) -> None:
+        self._cancel_all(on, None)
+
+    @precondition(lambda self: self.decoding)
+    @rule(model=_one("decoding"), ahead=st.integers(1, 4), count=st.sampled_from([1, 1, 1, 2, 3]))
+    def let_steps_fail(self, model: LoadedModel, ahead: int, count: int) -> None:
+        """C11."""
+        number = model.decoder.statistics().steps + ahead
+        if not any(ahead >= number for ahead in model.decoder.fail_at):
+            for failing in range(number, number + count):
+                model.decoder.fail_at[failing] = laneway.DecodeError(f"step {failing} was to fail", status=-1)
+
+    @precondition(lambda self: self.decoding)
+    @rule(model=_one("decoding"), rarely=st.sampled_from([False] * 9 + [True]))
+    def let_a_drop_fail(self, model: LoadedModel, rarely: bool) -> None:
+        """C11."""
+        if rarely and model.drop_failure is None:
+            model.drop_failure = model.decoder.statistics().drops + 1
+            model.decoder.fail_drop[model.drop_failure] = laneway.DecodeError("this drop was to fail")
+
+    @precondition(lambda self: self.decoding)
+    @rule(model=_one("decoding"), rarely=st.sampled_from([False] * 3 + [True]))
+    def let_a_step_hang(self, model: LoadedModel, rarely: bool) -> None:
+        """C9: until all of its sequences are cancelled."""
+        if rarely:
+            model.decoder.hang_next()
+
+    @property
+    def decoding(self) -> list[LoadedModel]:
+        """The models where several sequences are under way."""
+        return [model for model in self.models if model.stuck and len(model.decoder.prompts) > 1]
+
+    @invariant()
+    def no_step_runs_for_nobody(self) -> None:
+        """C9: a call that nobody wants is interrupted."""
+        for model in self.models:
+            if model.stuck and not self.model.collapsed:
+                wanted = [job for job in model.steps[max(model.steps)] if job.doom is None or not job.keeps_its_scope]
+                assert wanted, f"C9: {model} decodes for nobody but {model.steps[max(model.steps)]}"
+
+    @invariant()
+    def say_what_was_reached(self) -> None:
+        for model in self.models:
+            if model.failed:
+                event("a model has failed")
+            if model.hangs:
+                event("a step hangs")
+            if model.decoder.statistics().moves:
+                event("sequences were moved")
+            if model.decoder.statistics().max_concurrency > 2:
+                event("three or more were decoded together")
