@@ -44,12 +44,13 @@ DEFAULT_PLUGINS = (
     "laneway_plugins.llama",
     "laneway_plugins.completion",
     "laneway_plugins.batch",
+    "laneway_plugins.llm_translate",
 )
 """Modules of the built-in plugins.  The last part of the path is the plugin's name."""
 
 ENTRY_POINT_GROUP = "laneway"
 
-RESERVED_COMMANDS = frozenset({"bench", "cache", "demo", "plugins", "pull", "run"})
+RESERVED_COMMANDS = frozenset({"bench", "cache", "demo", "plugins", "pull", "run", "translate"})
 """Commands of the ``laneway`` program itself, which no plugin may declare."""
 
 logger = logging.getLogger("laneway.plugins")
