@@ -116,5 +116,4 @@ foreach(library IN LISTS LANEWAY_LLAMA_LIBRARIES)
     endif()
 endforeach()
 
-# Code of ours inside ggml-cpu belongs here: target_sources(ggml-cpu PRIVATE ...) beside a renaming COMPILE_DEFINITIONS on
-# ggml-cpu/ops.cpp (set_source_files_properties(... TARGET_DIRECTORY ggml-cpu ...)).
+include(LanewayAttention)

@@ -1,5 +1,6 @@
 // A context, its slots and the step.
 #include "model.h"
+#include "steps.h"
 
 #include <algorithm>
 #include <atomic>
@@ -195,7 +196,7 @@ struct laneway_decoder {
     int32_t window = 0;
     std::vector<std::unique_ptr<Sampler>> samplers; // of each slot; null: not open
     Scratch scratch;
-    std::vector<uint8_t> moving;
+    std::vector<uint8_t> state; // of one slot, kept because fresh memory costs more than the copy
 
     // The batch, most_tokens long.
     std::vector<llama_pos> positions;
@@ -228,11 +229,25 @@ struct laneway_decoder {
         }
     }
 
+    size_t read_state(int32_t slot);
     void move(int32_t from, int32_t to);
     void decode(laneway_batch &batch);
     void sample(laneway_batch &batch);
     int32_t step(laneway_batch &batch, laneway_error *error);
 };
+
+size_t laneway_decoder::read_state(int32_t slot) {
+    const size_t size = llama_state_seq_get_size(context.get(), slot);
+    if (state.size() < size) {
+        state.resize(size);
+    }
+    const FirstError reason;
+    if (llama_state_seq_get_data(context.get(), state.data(), size, slot) != size) {
+        throw Failure(LANEWAY_BAD_STATE, "the cells of slot " + std::to_string(slot) + " could not be read: " +
+                                             reason.text("llama.cpp gives no reason"), slot);
+    }
+    return size;
+}
 
 void laneway_decoder::move(int32_t from, int32_t to) {
     check_slot(from);
@@ -245,13 +260,9 @@ void laneway_decoder::move(int32_t from, int32_t to) {
         llama_memory_seq_cp(memory, from, to, -1, -1); // within one stream this only relabels cells
     } else if (length(from) > 0) {
         // Faster than seq_cp, which copies the whole stream between streams, used or not.
-        const size_t size = llama_state_seq_get_size(context.get(), from);
-        if (moving.size() < size) {
-            moving.resize(size);
-        }
+        const size_t size = read_state(from);
         const FirstError reason;
-        if (llama_state_seq_get_data(context.get(), moving.data(), size, from) != size ||
-            llama_state_seq_set_data(context.get(), moving.data(), size, to) != size) {
+        if (llama_state_seq_set_data(context.get(), state.data(), size, to) != size) {
             throw Failure(LANEWAY_BAD_STATE, "slot " + std::to_string(from) + " could not be moved: " +
                                                  reason.text("llama.cpp gives no reason"), from);
         }
@@ -343,6 +354,7 @@ void laneway_decoder::sample(laneway_batch &batch) {
 int32_t laneway_decoder::step(laneway_batch &batch, laneway_error *error) {
     const auto begin = std::chrono::steady_clock::now();
     const int32_t status = guarded(error, [&] {
+        const std::shared_lock<std::shared_mutex> computing(laneway::steps_under_way());
         for (int32_t i = 0; i < batch.moves; ++i) {
             move(batch.moves_from[i], batch.moves_to[i]);
         }
@@ -528,23 +540,15 @@ void laneway_decoder_interrupt(laneway_decoder *decoder) { decoder->interrupted.
 
 void laneway_decoder_arm(laneway_decoder *decoder) { decoder->interrupted.store(false); }
 
-int32_t laneway_decoder_state_size(laneway_decoder *decoder, int32_t slot, size_t *size, laneway_error *error) {
+int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, const uint8_t **bytes, size_t *size,
+                                  laneway_error *error) {
+    *bytes = nullptr;
     *size = 0;
     return guarded(error, [&] {
         decoder->check_slot(slot);
         if (decoder->length(slot) > 0) {
-            *size = llama_state_seq_get_size(decoder->context.get(), slot);
-        }
-    });
-}
-
-int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, uint8_t *bytes, size_t size,
-                                  laneway_error *error) {
-    return guarded(error, [&] {
-        decoder->check_slot(slot);
-        const FirstError reason;
-        if (llama_state_seq_get_data(decoder->context.get(), bytes, size, slot) != size) {
-            throw Failure(LANEWAY_BAD_STATE, reason.text("llama.cpp wrote less state than it announced"), slot);
+            *size = decoder->read_state(slot);
+            *bytes = decoder->state.data();
         }
     });
 }

@@ -54,6 +54,39 @@ int32_t laneway_log_waiting(void);
 // Takes the oldest line; returns its level, 0 if there is none.
 int32_t laneway_log_take(char *text, int32_t size);
 
+// ---- attention
+
+// Which attention the CPU takes, in the whole process.  wanted: 1 ours, 0 llama.cpp's, anything else asks.  Returns what
+// holds from now on, -1 if this build has none of ours.  Waits for steps under way.
+int32_t laneway_attention(int32_t wanted);
+// How many operations ours has computed.
+int64_t laneway_attention_count(void);
+
+// One operation on its own, laid out as in a decoder's graph.  Strides follow from the numbers.
+typedef struct laneway_attention_case {
+    int32_t size; // of a head
+    int32_t heads;
+    int32_t heads_kv;
+    int32_t rows;     // of queries, of each stream
+    int32_t cells;    // that the operation sees
+    int32_t capacity; // cells of a stream in k and v, at least as many
+    int32_t streams;
+    int32_t threads;
+    int32_t type;    // ggml's number, of k and v
+    int32_t repeats; // to measure
+    float scale;
+    float max_bias;
+    float cap;
+    const float *q;       // streams, rows, heads, size
+    const void *k;        // streams, capacity, heads_kv, size
+    const void *v;        // the same
+    const uint16_t *mask; // streams, rows, cells: halves; NULL: none
+    const float *sinks;   // heads; NULL: none
+} laneway_attention_case;
+
+// out: streams, rows, heads, size.  seconds: one for each repeat.
+int32_t laneway_attention_run(const laneway_attention_case *given, float *out, double *seconds, laneway_error *error);
+
 // ---- model
 
 // cancelled: set it to non-zero, from any thread, and the load ends soon.  progress: 0 to 1.
@@ -207,9 +240,8 @@ void laneway_decoder_interrupt(laneway_decoder *decoder);
 // Forgets an interrupt that came when no step was under way.
 void laneway_decoder_arm(laneway_decoder *decoder);
 
-// A slot's cells as bytes.  size: 0 for an empty slot.
-int32_t laneway_decoder_state_size(laneway_decoder *decoder, int32_t slot, size_t *size, laneway_error *error);
-int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, uint8_t *bytes, size_t size,
+// A slot's cells as bytes, which belong to the decoder and hold until its next call.  size: 0 for an empty slot.
+int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, const uint8_t **bytes, size_t *size,
                                   laneway_error *error);
 int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const uint8_t *bytes, size_t size,
                                   laneway_error *error);

@@ -1,0 +1,295 @@
+// The few vector operations that attention needs, for AVX-512, AVX2 and, as plain loops, for every other processor.
+//
+// Which one it is follows from the flags of the ggml-cpu variant that includes this.
+#pragma once
+
+#include "simd-mappings.h" // one half to float, as the processor does it best
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define LANEWAY_AVX512 1
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define LANEWAY_AVX2 1
+#include <immintrin.h>
+#endif
+
+namespace laneway {
+
+constexpr uint16_t half_minus_infinity = 0xfc00;
+
+inline float half_to_float(uint16_t half) { return GGML_CPU_FP16_TO_FP32(half); }
+
+// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2, where Taylor's series to the seventh power leaves a
+// relative error below 6e-9.  ln 2 is taken off in two parts, of which the first times n is exact.
+constexpr float log2_e = 1.44269504f;
+constexpr float ln2_high = 0.693359375f; // 355/512
+constexpr float ln2_low = -2.12194440e-4f;
+constexpr float taylor[] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+// Below the first, exp is less than the smallest normal number: zero here.
+constexpr float exp_lowest = -87.33654f, exp_highest = 88.0f;
+
+#if LANEWAY_AVX512
+
+struct Vector {
+    static constexpr int width = 16;
+    static constexpr int columns = 4; // accumulators of one head, with four heads at a time
+
+    __m512 v;
+
+    static Vector zero() { return {_mm512_setzero_ps()}; }
+    static Vector all(float value) { return {_mm512_set1_ps(value)}; }
+    static Vector load(const float *from) { return {_mm512_loadu_ps(from)}; }
+    static Vector halves(const uint16_t *from) {
+        return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)))};
+    }
+    static Vector bytes(const int8_t *from) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))))};
+    }
+    void store(float *to) const { _mm512_storeu_ps(to, v); }
+    float largest() const { return _mm512_reduce_max_ps(v); }
+    float sum() const { return _mm512_reduce_add_ps(v); }
+};
+
+inline Vector operator+(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vector operator-(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vector operator*(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vector fused(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vector larger(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vector smaller(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Vector whole(Vector a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline Vector times_power_of_2(Vector a, Vector n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// a where x is at least the limit, zero elsewhere.
+inline Vector where_at_least(Vector x, float limit, Vector a) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_GE_OQ), a.v)};
+}
+
+// Lane i of the result is the sum of the lanes of vectors[i]: pairs are interleaved and added, four times.
+inline Vector sums(const Vector *vectors) {
+    __m512 quarter[4];
+    for (int i = 0; i < 4; ++i) {
+        const Vector *four = vectors + 4 * i;
+        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(four[0].v, four[1].v), _mm512_unpackhi_ps(four[0].v, four[1].v));
+        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(four[2].v, four[3].v), _mm512_unpackhi_ps(four[2].v, four[3].v));
+        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+        // In each part of 128 bits: four sums, one of each vector.
+        quarter[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 first = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x88),
+                                       _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xdd));
+    const __m512 second = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x88),
+                                        _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xdd));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd))};
+}
+
+#elif LANEWAY_AVX2
+
+struct Vector {
+    static constexpr int width = 8;
+    static constexpr int columns = 2;
+
+    __m256 v;
+
+    static Vector zero() { return {_mm256_setzero_ps()}; }
+    static Vector all(float value) { return {_mm256_set1_ps(value)}; }
+    static Vector load(const float *from) { return {_mm256_loadu_ps(from)}; }
+    static Vector halves(const uint16_t *from) {
+        return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)))};
+    }
+    static Vector bytes(const int8_t *from) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))))};
+    }
+    void store(float *to) const { _mm256_storeu_ps(to, v); }
+    float largest() const {
+        __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+    }
+    float sum() const {
+        __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
+};
+
+inline Vector operator+(Vector a, Vector b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vector operator-(Vector a, Vector b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Vector operator*(Vector a, Vector b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vector operator/(Vector a, Vector b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Vector fused(Vector a, Vector b, Vector c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vector larger(Vector a, Vector b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vector smaller(Vector a, Vector b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Vector whole(Vector a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// n from -126 to 127.
+inline Vector times_power_of_2(Vector a, Vector n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+    return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
+}
+inline Vector where_at_least(Vector x, float limit, Vector a) {
+    return {_mm256_and_ps(_mm256_cmp_ps(x.v, _mm256_set1_ps(limit), _CMP_GE_OQ), a.v)};
+}
+
+inline Vector sums(const Vector *vectors) {
+    __m256 half[2];
+    for (int i = 0; i < 2; ++i) {
+        const Vector *four = vectors + 4 * i;
+        half[i] = _mm256_hadd_ps(_mm256_hadd_ps(four[0].v, four[1].v), _mm256_hadd_ps(four[2].v, four[3].v));
+    }
+    return {_mm256_add_ps(_mm256_permute2f128_ps(half[0], half[1], 0x20), _mm256_permute2f128_ps(half[0], half[1], 0x31))};
+}
+
+#else
+
+struct Vector {
+    static constexpr int width = 8;
+    static constexpr int columns = 2;
+
+    float v[width];
+
+    static Vector zero() { return all(0.0f); }
+    static Vector all(float value) {
+        Vector result;
+        for (float &lane : result.v) {
+            lane = value;
+        }
+        return result;
+    }
+    static Vector load(const float *from) {
+        Vector result;
+        std::memcpy(result.v, from, sizeof result.v);
+        return result;
+    }
+    static Vector halves(const uint16_t *from) {
+        Vector result;
+        for (int i = 0; i < width; ++i) {
+            result.v[i] = half_to_float(from[i]);
+        }
+        return result;
+    }
+    static Vector bytes(const int8_t *from) {
+        Vector result;
+        for (int i = 0; i < width; ++i) {
+            result.v[i] = from[i];
+        }
+        return result;
+    }
+    void store(float *to) const { std::memcpy(to, v, sizeof v); }
+    float largest() const {
+        float result = v[0];
+        for (float lane : v) {
+            result = lane > result ? lane : result;
+        }
+        return result;
+    }
+    float sum() const { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+};
+
+template <typename Operation> inline Vector each(Operation operation) {
+    Vector result;
+    for (int i = 0; i < Vector::width; ++i) {
+        result.v[i] = operation(i);
+    }
+    return result;
+}
+
+inline Vector operator+(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Vector operator-(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Vector operator*(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Vector operator/(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Vector fused(Vector a, Vector b, Vector c) {
+    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline Vector larger(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vector smaller(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vector whole(Vector a) {
+    return each([&](int i) { return std::nearbyint(a.v[i]); });
+}
+// n from -126 to 127.
+inline Vector times_power_of_2(Vector a, Vector n) {
+    return each([&](int i) {
+        const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
+        float power;
+        std::memcpy(&power, &bits, sizeof power);
+        return a.v[i] * power;
+    });
+}
+inline Vector where_at_least(Vector x, float limit, Vector a) {
+    return each([&](int i) { return x.v[i] >= limit ? a.v[i] : 0.0f; });
+}
+inline Vector sums(const Vector *vectors) {
+    return each([&](int i) { return vectors[i].sum(); });
+}
+
+#endif
+
+// For x up to 88; minus infinity gives zero.
+inline Vector exponential(Vector x) {
+    const Vector bounded = larger(smaller(x, Vector::all(exp_highest)), Vector::all(exp_lowest));
+    const Vector n = whole(bounded * Vector::all(log2_e));
+    const Vector r = fused(n, Vector::all(-ln2_low), fused(n, Vector::all(-ln2_high), bounded));
+    Vector series = Vector::all(taylor[0]);
+    for (int i = 1; i < 8; ++i) {
+        series = fused(series, r, Vector::all(taylor[i]));
+    }
+    return where_at_least(x, exp_lowest, times_power_of_2(series, n));
+}
+
+// 1 - 2 / (exp(2x) + 1): off by some 1e-7, where it is near zero too.
+inline Vector hyperbolic_tangent(Vector x) {
+    const Vector one = Vector::all(1.0f);
+    return one - Vector::all(2.0f) / (exponential(x + x) + one);
+}
+
+// Which of 64 cells a row of the mask lets through, as bits, and whether any of those has a value other than zero.
+inline uint64_t unmasked_64(const uint16_t *mask, bool &biased) {
+    uint64_t bits = 0;
+#if LANEWAY_AVX512
+    for (int i = 0; i < 2; ++i) {
+        const __m512i values = _mm512_loadu_si512(mask + 32 * i);
+        const __mmask32 seen = _mm512_cmpneq_epi16_mask(values, _mm512_set1_epi16(static_cast<short>(half_minus_infinity)));
+        biased |= _mm512_mask_test_epi16_mask(seen, values, _mm512_set1_epi16(0x7fff)) != 0;
+        bits |= static_cast<uint64_t>(seen) << (32 * i);
+    }
+#elif LANEWAY_AVX2
+    const __m256i closed = _mm256_set1_epi16(static_cast<short>(half_minus_infinity));
+    __m256i other = _mm256_setzero_si256();
+    for (int i = 0; i < 2; ++i) {
+        const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(mask + 32 * i));
+        const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(mask + 32 * i + 16));
+        const __m256i a = _mm256_cmpeq_epi16(first, closed), b = _mm256_cmpeq_epi16(second, closed);
+        other = _mm256_or_si256(other, _mm256_or_si256(_mm256_andnot_si256(a, first), _mm256_andnot_si256(b, second)));
+        // Packing works on each half of 128 bits: the middle quarters change places.
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8);
+        bits |= static_cast<uint64_t>(~static_cast<uint32_t>(_mm256_movemask_epi8(packed))) << (32 * i);
+    }
+    biased |= !_mm256_testz_si256(other, _mm256_set1_epi16(0x7fff));
+#else
+    for (int i = 0; i < 64; ++i) {
+        const bool seen = mask[i] != half_minus_infinity;
+        bits |= static_cast<uint64_t>(seen) << i;
+        biased |= seen && (mask[i] & 0x7fff) != 0;
+    }
+#endif
+    return bits;
+}
+
+} // namespace laneway
