@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from laneway_native._attention import attention_kernel as attention_kernel
+from laneway_native._attention import has_attention_kernel as has_attention_kernel
+from laneway_native._attention import use_attention_kernel as use_attention_kernel
 from laneway_native._decoder import LlamaDecoder as LlamaDecoder
 from laneway_native._decoder import default_threads as default_threads
 from laneway_native._gguf import GgufHeader as GgufHeader

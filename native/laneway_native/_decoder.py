@@ -20,13 +20,14 @@ from laneway.decoder import (
     StepResult,
     TokenLogprob,
 )
+from laneway_native._attention import attention_kernel_takes
 from laneway_native._errors import check, check_load, new_error
 from laneway_native._ffi import ffi, lib
 from laneway_native._gbnf import check_gbnf
 from laneway_native._log import follow_level
 from laneway_native._memory import KV_TYPES, Available, KvType, Need, available, context_need
 from laneway_native._policy import KvMode, plan
-from laneway_native._state import OVERHEAD, fingerprint, seal, unseal
+from laneway_native._state import fingerprint, seal, unseal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,8 +59,8 @@ class LlamaDecoder:
     make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt`, any thread).
 
     ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to
-    256.  ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long idle threads wait for the next
-    step before they sleep, in units of some 0.05 s, 0 to 100.
+    256.  ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long idle threads wait for the
+    next step before they sleep, in units of some 0.05 s, 0 to 100.
     ``kv_type``: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  ``kv_mode``: "split" or "unified"; with
     ``flash_attention``, None leaves the choice to :func:`laneway_native.plan`.  ``chunk_target``: seconds that one
     prefill chunk may take while others decode.  ``lora``: pairs of an adapter file and its scale.  ``rope_freq_base``
@@ -111,6 +112,10 @@ class LlamaDecoder:
             heads=model.header.head_count,
             quantised_kv=self._kv.quantised,
             on_gpu=model.on_gpu,
+            own_kernel=not model.on_gpu
+            and attention_kernel_takes(
+                key_length=model.header.key_length, value_length=model.header.value_length, kv_type=kv_type
+            ),
             chunk_target=chunk_target,
         )
         policy = choose(kv_mode=kv_mode, flash_attention=flash_attention, most_tokens=_MOST_TOKENS)
@@ -378,15 +383,12 @@ class LlamaDecoder:
 
     def _save(self, handle: DecoderHandle, slot: int) -> bytes:
         error = new_error()
+        state = ffi.new("uint8_t **")
         size = ffi.new("size_t *")
-        check(lib.laneway_decoder_state_size(handle, slot, size, error), error)
+        check(lib.laneway_decoder_state_get(handle, slot, state, size, error), error)
         if size[0] == 0:
             raise DecodeError(f"slot {slot} is empty: there is nothing to save")
-        buffer = bytearray(OVERHEAD + size[0])
-        state = ffi.from_buffer("uint8_t[]", memoryview(buffer)[OVERHEAD:])
-        check(lib.laneway_decoder_state_get(handle, slot, state, size[0], error), error)
-        seal(buffer, self._fingerprint)
-        return bytes(buffer)
+        return seal(memoryview(ffi.buffer(state[0], size[0])), self._fingerprint)
 
     async def load(self, slot: int, state: bytes) -> None:
         """Fill a slot that holds no cells.

@@ -24,6 +24,7 @@ def plan(
     flash_attention: bool | None = None,
     quantised_kv: bool = False,
     on_gpu: bool = False,
+    own_kernel: bool = False,
     chunk_target: float = 0.1,
     most_tokens: int = 512,
 ) -> BatchPolicy:
@@ -45,11 +46,15 @@ def plan(
     is faster without.  So it is off on a CPU until the scores of one chunk against the whole window would take too much
     memory.  Quantised cells need it, and on a GPU it is the faster way.
     """
-    unified = slots == 1 if kv_mode is None else kv_mode == "unified"
+    kernel_wanted = own_kernel and flash_attention is not False
+    if kv_mode is None:
+        unified = slots == 1 or kernel_wanted
+    else:
+        unified = kv_mode == "unified"
     chunk_max = min(512, most_tokens)
     if flash_attention is None:
         columns = window * slots if unified else window
-        flash_attention = on_gpu or quantised_kv or 4 * heads * chunk_max * columns > MOST_SCORE_BYTES
+        flash_attention = own_kernel or on_gpu or quantised_kv or 4 * heads * chunk_max * columns > MOST_SCORE_BYTES
     return BatchPolicy(
         contiguous=not unified and slots > 1,
         unified_kv=unified,

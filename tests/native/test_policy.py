@@ -25,6 +25,11 @@ from laneway_native import plan
         ({"slots": 1, "window": 512}, True, False),
         ({"slots": 4, "window": 512, "quantised_kv": True}, False, True),
         ({"slots": 4, "window": 512, "on_gpu": True}, False, True),
+        # With the kernel of our own a row costs what it sees, wherever that lies.
+        ({"slots": 4, "window": 512, "own_kernel": True}, True, True),
+        ({"slots": 1, "window": 512, "own_kernel": True}, True, True),
+        ({"slots": 4, "window": 512, "own_kernel": True, "kv_mode": "split"}, False, True),
+        ({"slots": 4, "window": 512, "own_kernel": True, "flash_attention": False}, False, False),
         # Wishes are granted.
         ({"slots": 1, "window": 512, "kv_mode": "split"}, False, False),
         ({"slots": 4, "window": 512, "flash_attention": True}, False, True),

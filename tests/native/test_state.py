@@ -20,20 +20,14 @@ from tests.tiny_model import write_tiny_model
 PRINT = fingerprint(model="m", window=7)
 
 
-def sealed(state: bytes, print_: bytes = PRINT) -> bytes:
-    buffer = bytearray(OVERHEAD) + state
-    seal(buffer, print_)
-    return bytes(buffer)
-
-
 @given(st.binary(max_size=300))
 def test_what_was_sealed_comes_back(state: bytes) -> None:
-    assert bytes(unseal(sealed(state), PRINT)) == state
+    assert bytes(unseal(seal(state, PRINT), PRINT)) == state
 
 
 @given(st.binary(max_size=100), st.data())
 def test_one_flipped_bit_is_found(state: bytes, data: st.DataObject) -> None:
-    damaged = bytearray(sealed(state))
+    damaged = bytearray(seal(state, PRINT))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(DecodeError, match="saved state"):
         unseal(bytes(damaged), PRINT)
@@ -41,7 +35,7 @@ def test_one_flipped_bit_is_found(state: bytes, data: st.DataObject) -> None:
 
 @given(st.binary(max_size=100), st.data())
 def test_a_missing_or_added_end_is_found(state: bytes, data: st.DataObject) -> None:
-    whole = sealed(state)
+    whole = seal(state, PRINT)
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(DecodeError, match="truncated"):
         unseal(whole[:cut], PRINT)
@@ -56,7 +50,7 @@ def test_any_bytes_are_refused(junk: bytes) -> None:
 
 
 def test_another_format_version_is_named() -> None:
-    other = bytearray(sealed(b"state"))
+    other = bytearray(seal(b"state", PRINT))
     struct.pack_into("<I", other, len(MAGIC), 2)
     with pytest.raises(DecodeError, match="has format 2, this version reads 1"):
         unseal(bytes(other), PRINT)
@@ -64,7 +58,7 @@ def test_another_format_version_is_named() -> None:
 
 def test_another_fingerprint_is_refused() -> None:
     with pytest.raises(DecodeError, match="of another model, adapter or context setting"):
-        unseal(sealed(b"state", fingerprint(model="n", window=7)), PRINT)
+        unseal(seal(b"state", fingerprint(model="n", window=7)), PRINT)
 
 
 def test_a_fingerprint_tells_facts_apart() -> None:
@@ -109,7 +103,7 @@ async def test_a_state_that_llama_refuses_leaves_the_slot_empty(tiny: Model, kv_
         state = await decoder.save(0)
         for cut in (1, 100, len(state) - OVERHEAD - 20):
             with pytest.raises(DecodeError):
-                await decoder.load(1, sealed(state[OVERHEAD:-cut], decoder.state_fingerprint))
+                await decoder.load(1, seal(state[OVERHEAD:-cut], decoder.state_fingerprint))
             assert decoder.length(1) == 0
         for _ in range(3):
             await driver.decode()
@@ -160,7 +154,7 @@ async def test_a_cancelled_caller_waits_for_save_and_load(tiny: Model) -> None:
 
 async def test_K4_the_fingerprint_covers_model_and_settings(tiny: Model, tiny_path: Path, tmp_path: Path) -> None:
     async def print_of(model: Model, **options: Any) -> bytes:
-        async with decoder_of(model, **options) as decoder:
+        async with decoder_of(model, **{"flash_attention": True, "kv_mode": "unified", **options}) as decoder:
             return decoder.state_fingerprint
 
     same = await print_of(tiny)
@@ -177,8 +171,8 @@ async def test_K4_the_fingerprint_covers_model_and_settings(tiny: Model, tiny_pa
             prints.append(await print_of(other))
     for options in (
         {"kv_type": "f32"},
-        {"flash_attention": True},
-        {"kv_mode": "unified"},
+        {"flash_attention": False},
+        {"kv_mode": "split"},
         {"context_size": 2048},
         {"parallel": 2, "context_size": 512},
         {"rope_freq_base": 5000.0},
@@ -192,11 +186,12 @@ async def test_K4_the_fingerprint_covers_model_and_settings(tiny: Model, tiny_pa
 
 async def test_a_state_is_refused_by_another_setting(tiny: Model) -> None:
     prompt = prompts(tiny)[0]
-    async with decoder_of(tiny) as decoder:
+    base: dict[str, Any] = {"flash_attention": True, "kv_mode": "unified"}
+    async with decoder_of(tiny, **base) as decoder:
         await Driver(decoder).start(0, prompt)
         state = await decoder.save(0)
-    for options in ({"kv_type": "f32"}, {"flash_attention": True}, {"kv_mode": "unified"}, {"context_size": 512}):
-        async with decoder_of(tiny, **options) as decoder:
+    for options in ({"kv_type": "f32"}, {"flash_attention": False}, {"kv_mode": "split"}, {"context_size": 512}):
+        async with decoder_of(tiny, **{**base, **options}) as decoder:
             with pytest.raises(DecodeError, match="another model, adapter or context setting"):
                 await decoder.load(0, state)
             assert decoder.length(0) == 0
@@ -232,7 +227,7 @@ def test_a_state_longer_than_the_window_is_refused(tiny: Model) -> None:
             await decoder.step(StepBatch((Chunk(0, 0, tokens, False),)))
             state = await decoder.save(0)
         async with decoder_of(tiny, context_size=200) as smaller:
-            forged = sealed(state[OVERHEAD:], smaller.state_fingerprint)
+            forged = seal(state[OVERHEAD:], smaller.state_fingerprint)
             with pytest.raises(DecodeError, match="more tokens than the 50 of a slot"):
                 await smaller.load(0, forged)
             assert smaller.length(0) == 0
