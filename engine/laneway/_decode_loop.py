@@ -3,28 +3,28 @@
 Nothing else calls the decoder (but for ``interrupt``), so its memory has one user.  Between two steps the loop takes in
 new sequences and drops those that left; during a step other tasks only leave notes here.
 
-Delivering has a task of its own: it is woken with a step's outputs just before the next step starts, and so runs while
-that step decodes.
+What a step gave is delivered when the next one has begun, so that readers are served while the backend works.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
-from laneway._errors import DecodeError, ModelNotLoadedError
+from laneway._errors import PROGRAM_ENDS, DecodeError, InvalidRequestError, ModelNotLoadedError, holds
 from laneway._scheduler import Scheduler
 from laneway.decoder import StepInterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Coroutine, Generator
 
     from laneway._scheduler import Output, Sequence, Step
     from laneway._tokens import Tokens
-    from laneway.decoder import Decoder, Tokenizer
+    from laneway.decoder import Decoder, StepResult, Tokenizer
 
 log = logging.getLogger("laneway.decode")
 
@@ -46,6 +46,22 @@ class LoopStatistics:
 
 class _DropError(Exception):
     """Ends the loop, and with it the model: rule C11."""
+
+
+@types.coroutine
+def _beside(step: Coroutine[Any, Any, StepResult], work: Callable[[], None]) -> Generator[Any, Any, StepResult]:
+    """Await ``step``, and do ``work`` once it waits: while the backend is busy, and without a task of its own.
+
+    ``work`` must not raise: the step would go on with nobody to wait for it.
+    """
+    try:
+        trap = step.send(None)
+        work()
+        while True:
+            trap = step.send((yield trap))
+    except StopIteration as over:
+        result: StepResult = over.value
+        return result
 
 
 class DecodeLoop:
@@ -70,7 +86,6 @@ class DecodeLoop:
         self._failed_steps = 0
         self._stopping = False
         self._work = trio.lowlevel.ParkingLot()
-        self._delivery = trio.lowlevel.ParkingLot()
         self._stopped = trio.Event()
         self._steps = self._decode_steps = self._tokens = 0
         self._step_seconds = 0.0
@@ -132,10 +147,13 @@ class DecodeLoop:
     async def run(self) -> None:
         """The loop's task.  Ends after :meth:`stop`, or when the model has failed."""
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._guard, self._deliver_forever)
-                await self._guard(self._step_forever)
-                nursery.cancel_scope.cancel()
+            await self._step_forever()
+        except BaseException as error:
+            # Nobody cancels this task, so whatever comes up here has broken it.
+            log.exception("the decode loop of model %r broke", self._model)
+            self._break(str(error) if isinstance(error, _DropError) else f"its decode loop broke: {error!r}", error)
+            if holds(error, PROGRAM_ENDS):
+                raise
         finally:
             self._end_all("the decode loop has ended")
             self._stopped.set()
@@ -150,23 +168,16 @@ class DecodeLoop:
 
     # The task.
 
-    async def _guard(self, task: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await task()
-        except Exception as error:
-            log.exception("the decode loop of model %r broke", self._model)
-            reason = str(error) if isinstance(error, _DropError) else f"its decode loop broke: {error!r}"
-            self._break(reason, error)
-            self._work.unpark()
-
     async def _step_forever(self) -> None:
         while not self._stopping and self.failure is None:
             self._sweep()
             step = self.scheduler.schedule()
-            if step is None:
-                await self._work.park()
-            else:
+            if step is not None:
                 await self._execute(step)
+            elif self._undelivered:
+                self._deliver()
+            else:
+                await self._work.park()
         self._sweep()
 
     async def _execute(self, step: Step) -> None:
@@ -176,11 +187,12 @@ class DecodeLoop:
             if tokens.first_chunk_at is None:
                 tokens.first_chunk_at = now
         for sequence in step.opens:
-            assert sequence.slot is not None
-            self.decoder.open(sequence.slot, sequence.sampling, sequence.prompt)
+            self._open(sequence)
+        if step.prefill and step.sequences[0] not in self._streams:
+            return
         self._under_way = step
         try:
-            result = await self.decoder.step(step.batch)
+            result = await _beside(self.decoder.step(step.batch), self._deliver)
         except StepInterrupted:
             self._interrupted(step)
         except DecodeError as error:
@@ -194,18 +206,29 @@ class DecodeLoop:
         finally:
             self._under_way = None
 
+    def _open(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        try:
+            self.decoder.open(sequence.slot, sequence.sampling, sequence.prompt)
+        except (DecodeError, InvalidRequestError) as error:
+            # No room for one more sampler, say: nobody else is in that slot, so nobody else is hurt (rule C10).
+            log.exception("slot %d of model %r could not be opened", sequence.slot, self._model)
+            tokens = self._streams[sequence]
+            self._drop(self.scheduler.remove(sequence))
+            self._forget(tokens)
+            tokens.fail(error)
+
     def _collect(self, outputs: list[Output]) -> None:
         if not outputs:
             return
         now = trio.current_time()
         self._tokens += len(outputs)
+        # All of them first: a drop that fails takes from nobody what this step has made.
+        self._undelivered.extend((self._streams[output.sequence], output, now) for output in outputs)
         for output in outputs:
-            tokens = self._streams[output.sequence]
-            self._undelivered.append((tokens, output, now))
             if output.finish_reason is not None:
                 self._drop(output.slot_to_drop)
-                self._forget(tokens)
-        self._delivery.unpark()
+                self._forget(self._streams[output.sequence])
 
     def _interrupted(self, step: Step) -> None:
         # Only calls that nobody wants are interrupted; should one be cut short all the same, whoever stayed must know.
@@ -251,14 +274,14 @@ class DecodeLoop:
         del self._streams[tokens.sequence]
         tokens.freed.set()
 
-    def _break(self, reason: str, cause: Exception) -> None:
+    def _break(self, reason: str, cause: BaseException) -> None:
         if self.failure is not None:
             return
         self.failure = reason
         self._end_all(reason, cause)
         self._on_failed(reason)
 
-    def _end_all(self, reason: str, cause: Exception | None = None) -> None:
+    def _end_all(self, reason: str, cause: BaseException | None = None) -> None:
         # What had been made before is theirs, and maybe all that they wanted.
         self._deliver()
         # The slots are not dropped here: this loop decodes no more, they go with the decoder.
@@ -269,17 +292,13 @@ class DecodeLoop:
             self._forget(tokens)
         self._leaving.clear()
 
-    async def _deliver_forever(self) -> None:
-        while True:
-            self._deliver()
-            await self._delivery.park()
-
     def _deliver(self) -> None:
         undelivered, self._undelivered = self._undelivered, []
         for tokens, output, now in undelivered:
             try:
                 tokens.receive(output, now)
-            except Exception as error:
-                # Only a deliver callback can raise here, and it belongs to the request (rule C10).
+            except BaseException as error:
+                # Only a deliver callback can raise here, and it belongs to the request (rule C10), whose handler is
+                # told: also of what is for the whole program.
                 tokens.fail(error)
                 self.remove(tokens)
