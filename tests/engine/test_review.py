@@ -300,7 +300,7 @@ async def test_C6_the_callers_own_cancel_goes_before_an_unseen_failure(autojump_
         assert scope.cancelled_caught
 
 
-@pytest.mark.parametrize("where", ["body", "observer", "aclose"])
+@pytest.mark.parametrize("where", ["body", "observer", "deliver", "step", "aclose"])
 async def test_C6_what_ends_the_program_comes_bare_from_wherever(
     where: str, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -456,7 +456,7 @@ async def test_C8_a_model_is_not_freed_under_a_prompt_on_its_way(monkeypatch: py
         assert happened == ["tokenised", "freed"]
 
 
-@pytest.mark.parametrize("where", ["handler"])
+@pytest.mark.parametrize("where", ["handler", "deliver"])
 async def test_C10_what_is_no_exception_is_the_requests_own_affair(
     where: str, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -503,6 +503,59 @@ async def test_C10_a_sequence_is_entered_once(autojump_clock: trio.testing.MockC
             assert (await run.result()).stop_reason == "length"
         assert (await peer.result()).stop_reason == "length"
         b.nothing_left()
+
+
+@pytest.mark.parametrize("error", [laneway.DecodeError("no room for a sampler"), laneway.InvalidRequestError("no")])
+async def test_C10_a_slot_that_cannot_be_opened_fails_its_own_request(
+    error: laneway.LanewayError, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with bench(parallel=3) as b:
+        take = b.decoder.open
+
+        def refuse(slot: int, sampling: Any, prompt: Any) -> None:
+            if prompt[0] == 9:
+                raise error
+            take(slot, sampling, prompt)
+
+        monkeypatch.setattr(b.decoder, "open", refuse)
+        async with b.run("generate", Generate(PROMPT, 20)) as peer:
+            await trio.sleep(0.55)
+            # One of them is opened beside a step of others, the other for a step of its own.
+            async with b.run("generate", Generate((9, 1))) as one, b.run("generate", Generate((9, 2))) as two:
+                for run in (one, two):
+                    with pytest.raises(type(error)) as raised:
+                        await run.result()
+                    assert raised.value is error
+            assert (await peer.result()).stop_reason == "length"
+        async with b.run("generate", Generate((9, 3))) as run:
+            with pytest.raises(type(error)):
+                await run.result()
+        assert b.model.state == "loaded"
+        b.nothing_left()
+
+
+async def test_C11_an_odd_error_in_the_loop_fails_its_model_alone(autojump_clock: trio.testing.MockClock) -> None:
+    def explode(number: int, batch: object) -> None:
+        if number == 3:
+            raise OddError("from an extension module")
+
+    async with bench(at_step=explode) as b:
+        healthy = await b.engine.load_model("scripted:healthy", at_step=None)
+        async with b.run("generate", Generate(PROMPT, 20)) as run:
+            with pytest.raises(laneway.DecodeError, match="its decode loop broke"):
+                await run.result()
+        assert (b.model.state, healthy.state) == ("failed", "loaded")
+        async with b.engine.run(healthy, "generate", Generate(PROMPT, 3)) as run:
+            await run.result()
+
+
+async def test_C11_what_a_step_has_made_is_whole_though_a_drop_fails(autojump_clock: trio.testing.MockClock) -> None:
+    async with bench(fail_drop={1: laneway.DecodeError("cannot drop")}) as b:
+        async with b.run("generate", Generate((1, 2), 6)) as one, b.run("generate", Generate((3, 4), 5)) as two:
+            # Both end with the same step, and dropping the first of them fails.
+            assert (await one.result()).stop_reason == "length"
+            assert (await two.result()).stop_reason == "length"
+        assert b.model.state == "failed"
 
 
 # Streams and memory
