@@ -293,7 +293,7 @@ def way() -> Picture:
     picture.text(751, 103, "shielded, ends last", style="mute")
     picture.box(642, 118, 218, 184, style="page", dashed=True)
     picture.text(751, 138, "decode loop of a model", style="mute")
-    picture.box(658, 154, 186, 50, "5  delivery, its own task", "text to the readers", style="live")
+    picture.box(658, 154, 186, 50, "5  delivery", "beside the next step", style="live")
     loop = f"{named(Scheduler.schedule)}, {named(Decoder.step)}, {named(Scheduler.postprocess)}"
     picture.box(652, 236, 198, 50, "4  step after step", loop, style="live")
     picture.arrow((751, 236), (751, 204))
