@@ -85,6 +85,7 @@ class DecodeLoop:
         self._under_way: Step | None = None
         self._failed_steps = 0
         self._stopping = False
+        self._delivering_beside = False
         self._work = trio.lowlevel.ParkingLot()
         self._stopped = trio.Event()
         self._steps = self._decode_steps = self._tokens = 0
@@ -123,9 +124,11 @@ class DecodeLoop:
             return
         tokens.leaving = True
         self._leaving.append(tokens)
-        # Rule C9: a call that nobody waits for any more need not run to its end.
-        if self._under_way is not None and not self._wanted(self._under_way):
-            self.decoder.interrupt()
+        if self._delivering_beside:
+            # Our own task is on its way into the step.  An interrupt may wake it, so it has to be asleep by then.
+            trio.lowlevel.current_trio_token().run_sync_soon(self._interrupt_if_unwanted)
+        else:
+            self._interrupt_if_unwanted()
         self._work.unpark()
 
     @trio.lowlevel.enable_ki_protection
@@ -140,6 +143,11 @@ class DecodeLoop:
         if tokens.sequence in self._streams:
             self.scheduler.resume(tokens.sequence)
             self._work.unpark()
+
+    def _interrupt_if_unwanted(self) -> None:
+        # Rule C9: a call that nobody waits for any more need not run to its end.
+        if self._under_way is not None and not self._wanted(self._under_way):
+            self.decoder.interrupt()
 
     # What the engine calls.
 
@@ -192,7 +200,7 @@ class DecodeLoop:
             return
         self._under_way = step
         try:
-            result = await _beside(self.decoder.step(step.batch), self._deliver)
+            result = await _beside(self.decoder.step(step.batch), self._deliver_beside)
         except StepInterrupted:
             self._interrupted(step)
         except DecodeError as error:
@@ -291,6 +299,13 @@ class DecodeLoop:
             tokens.fail(error)
             self._forget(tokens)
         self._leaving.clear()
+
+    def _deliver_beside(self) -> None:
+        self._delivering_beside = True
+        try:
+            self._deliver()
+        finally:
+            self._delivering_beside = False
 
     def _deliver(self) -> None:
         undelivered, self._undelivered = self._undelivered, []

@@ -558,6 +558,28 @@ async def test_C11_what_a_step_has_made_is_whole_though_a_drop_fails(autojump_cl
         assert b.model.state == "failed"
 
 
+async def test_C9_a_delivery_that_ends_its_step_does_not_wake_a_task_that_is_awake(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It is delivered from inside the very call that it interrupts, and the time of that call is over meanwhile."""
+
+    def deliver(delta: laneway.TextDelta) -> None:
+        autojump_clock.jump(10)
+        raise ValueError("the callback broke")
+
+    async def body(ctx: laneway.RequestContext) -> None:
+        async with ctx.generate(list(PROMPT), GREEDY, deliver=deliver) as tokens:
+            await tokens.finish()
+
+    async with bench(parallel=1) as b:
+        async with b.run("body", Body(body)) as run:
+            with pytest.raises(ValueError, match="the callback broke"):
+                await run.result()
+        async with b.run("generate", Generate(PROMPT, 3)) as run:
+            assert (await run.result()).stop_reason == "length"
+        b.nothing_left()
+
+
 # Streams and memory
 
 
