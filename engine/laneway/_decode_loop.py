@@ -34,12 +34,14 @@ FAILED_STEPS_IN_A_ROW = 3
 
 @attrs.frozen(kw_only=True)
 class LoopStatistics:
-    """Counts since the loop began; ``step_seconds`` is the time inside the decoder."""
+    """Counts since the loop began; ``step_seconds`` is the time inside the decoder, ``decode_seconds`` that part of it
+    which was no intake of prompts."""
 
     steps: int
     decode_steps: int
     tokens: int
     step_seconds: float
+    decode_seconds: float
     sequences: int
     slot_waiters: int
 
@@ -89,7 +91,7 @@ class DecodeLoop:
         self._work = trio.lowlevel.ParkingLot()
         self._stopped = trio.Event()
         self._steps = self._decode_steps = self._tokens = 0
-        self._step_seconds = 0.0
+        self._step_seconds = self._decode_seconds = 0.0
 
     def __repr__(self) -> str:
         state = f"failed: {self.failure}" if self.failure else f"{len(self._streams)} sequences"
@@ -102,6 +104,7 @@ class DecodeLoop:
             decode_steps=self._decode_steps,
             tokens=self._tokens,
             step_seconds=self._step_seconds,
+            decode_seconds=self._decode_seconds,
             sequences=len(self._streams),
             slot_waiters=self.scheduler.waiting,
         )
@@ -208,8 +211,10 @@ class DecodeLoop:
         else:
             self._failed_steps = 0
             self._steps += 1
-            self._decode_steps += not step.prefill
             self._step_seconds += result.seconds
+            if not step.prefill:
+                self._decode_steps += 1
+                self._decode_seconds += result.seconds
             self._collect(self.scheduler.postprocess(step, result))
         finally:
             self._under_way = None
