@@ -6,9 +6,9 @@ from laneway_native._attention import attention_kernel as attention_kernel
 from laneway_native._attention import has_attention_kernel as has_attention_kernel
 from laneway_native._attention import use_attention_kernel as use_attention_kernel
 from laneway_native._decoder import LlamaDecoder as LlamaDecoder
-from laneway_native._decoder import default_threads as default_threads
 from laneway_native._gguf import GgufHeader as GgufHeader
 from laneway_native._gguf import check_gguf as check_gguf
+from laneway_native._machine import default_threads as default_threads
 from laneway_native._model import Loading as Loading
 from laneway_native._model import Model as Model
 from laneway_native._model import ModelFacts as ModelFacts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
 import secrets
 from typing import TYPE_CHECKING, Self
 
+import attrs
 import trio
 
 from laneway.decoder import (
@@ -25,7 +25,8 @@ from laneway_native._errors import check, check_load, new_error
 from laneway_native._ffi import ffi, lib
 from laneway_native._gbnf import check_gbnf
 from laneway_native._log import follow_level
-from laneway_native._memory import KV_TYPES, Available, KvType, Need, available, context_need
+from laneway_native._machine import available, default_threads
+from laneway_native._memory import KV_TYPES, KvType, Need, context_need, shortage
 from laneway_native._policy import KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
 
@@ -105,8 +106,7 @@ class LlamaDecoder:
         self._window = context_size // parallel
         self._threads = threads
         self._lora = _checked_adapters(source, lora)
-        choose = functools.partial(
-            plan,
+        policy = plan(
             slots=parallel,
             window=self._window,
             heads=model.header.head_count,
@@ -117,8 +117,10 @@ class LlamaDecoder:
                 key_length=model.header.key_length, value_length=model.header.value_length, kv_type=kv_type
             ),
             chunk_target=chunk_target,
+            kv_mode=kv_mode,
+            flash_attention=flash_attention,
+            most_tokens=_MOST_TOKENS,
         )
-        policy = choose(kv_mode=kv_mode, flash_attention=flash_attention, most_tokens=_MOST_TOKENS)
         if self._kv.quantised and not policy.flash_attention:
             raise ModelLoadError(source, f"kv_type {kv_type!r} needs flash attention")
         if policy.unified_kv:
@@ -127,26 +129,18 @@ class LlamaDecoder:
             cells = _padded(self._window) * parallel
         self._refuse_what_does_not_fit(cells, policy)
         self._open_native(cells, policy, poll, rope_freq_base, rope_freq_scale)
-        facts = ffi.new("laneway_decoder_facts *")
-        lib.laneway_decoder_describe(self._handle, facts)
-        if facts.slot_cells < self._window or facts.context < self._window * parallel:
+        try:
+            self._batch_size = self._checked_batch_size()
+            self._policy = attrs.evolve(policy, chunk_max=min(policy.chunk_max, self._batch_size))
+            self._fingerprint = self._make_fingerprint(cells, rope_freq_base, rope_freq_scale)
+            self._step_ended = lib.laneway_decoder_step_ended(self._handle)
+        except BaseException:
             self._free()
-            raise ModelLoadError(
-                source, f"llama.cpp made {facts.slot_cells} cells a slot, {self._window} were asked for"
-            )
-        self._batch_size = facts.batch
-        self._policy = choose(
-            kv_mode="unified" if policy.unified_kv else "split",
-            flash_attention=policy.flash_attention,
-            most_tokens=self._batch_size,
-        )
-        self._fingerprint = self._make_fingerprint(cells, rope_freq_base, rope_freq_scale)
-
+            raise
         # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
         self._limiter = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
         self._good_grammars: set[str] = set()
-        self._step_ended = lib.laneway_decoder_step_ended(self._handle)
         self._error = new_error()
         self._step_error = new_error()
         # Buffers of a step, filled and read again and again.
@@ -170,9 +164,20 @@ class LlamaDecoder:
         self._batch.picked = self._picked
         self._batch.choices = self._choices
 
+    def _checked_batch_size(self) -> int:
+        """The most tokens of a step, which llama.cpp takes from the context's size if that is smaller."""
+        facts = ffi.new("laneway_decoder_facts *")
+        lib.laneway_decoder_describe(self._handle, facts)
+        if facts.slot_cells < self._window or facts.context < self._window * self._slots:
+            raise ModelLoadError(
+                self._model.path, f"llama.cpp made {facts.slot_cells} cells a slot, {self._window} were asked for"
+            )
+        size: int = facts.batch
+        return size
+
     def _refuse_what_does_not_fit(self, cells: int, policy: BatchPolicy) -> None:
         need = context_need_of(self._model, cells=cells, slots=self._slots, kv=self._kv, policy=policy)
-        problem = _shortage(need, self._model.facts.tensor_bytes, available())
+        problem = shortage(need, self._model.facts.tensor_bytes, available())
         if problem:
             raise ModelLoadError(
                 self._model.path,
@@ -206,6 +211,7 @@ class LlamaDecoder:
         error = new_error()
         check_load(lib.laneway_decoder_new(self._model.handle, options, out, error), error, self._model.path)
         self._handle = out[0]
+        self._model.decoders += 1
 
     def _make_fingerprint(self, cells: int, rope_base: float, rope_scale: float) -> bytes:
         header = self._model.header
@@ -417,7 +423,9 @@ class LlamaDecoder:
 
     def _free(self) -> None:
         handle, self._handle = self._handle, ffi.NULL
-        lib.laneway_decoder_free(handle)
+        if handle:
+            lib.laneway_decoder_free(handle)
+            self._model.decoders -= 1
 
     async def __aenter__(self) -> Self:
         return self
@@ -489,22 +497,6 @@ def check_grammar(model: Model, grammar: str) -> None:
     lib.laneway_sampler_free(out[0])
 
 
-def default_threads() -> int:
-    """CPUs that this process may run on, one for each physical core where the system tells."""
-    try:
-        cpus = os.sched_getaffinity(0)
-    except AttributeError:  # not on this system
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in cpus:
-        try:
-            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
-                cores.add(file.read().strip())
-        except OSError:
-            return len(cpus)
-    return len(cores)
-
-
 def context_need_of(model: Model, *, cells: int, slots: int, kv: KvType, policy: BatchPolicy) -> Need:
     """What a context of this model would allocate, at most and about."""
     header = model.header
@@ -522,21 +514,6 @@ def context_need_of(model: Model, *, cells: int, slots: int, kv: KvType, policy:
         heads=header.head_count,
         flash_attention=policy.flash_attention,
     )
-
-
-def _shortage(need: Need, model_bytes: int, there: Available) -> str | None:
-    if there.now is not None and need.context > there.now:
-        return f"needs about {_size(need.context)} and {_size(there.now)} of memory are free"
-    if there.total is not None and need.context + model_bytes > there.total:
-        return (
-            f"needs about {_size(need.context)} beside the model's {_size(model_bytes)}, "
-            f"and there are {_size(there.total)} of memory in all"
-        )
-    return None
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
 def _padded(cells: int) -> int:

@@ -1,11 +1,13 @@
-"""How much memory there is, and how much a context needs."""
+"""How much memory a context needs."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
+
+if TYPE_CHECKING:
+    from laneway_native._machine import Available
 
 _KV_TYPES = {
     # name: (ggml's number, bytes of a block, values in a block)
@@ -45,87 +47,6 @@ KV_TYPES = {name: KvType(name, *figures) for name, figures in _KV_TYPES.items()}
 """The types that llama.cpp's KV cache takes, by name."""
 
 
-@attrs.frozen
-class Available:
-    """Bytes that can still be had, and that there are at all.  None where the system does not tell."""
-
-    now: int | None
-    total: int | None
-
-
-def available(root: Path = Path("/")) -> Available:
-    """What the machine, and the control group that holds this process, have.  ``root`` is for tests."""
-    now, total = _machine(root)
-    for limit, used in _groups(root):
-        total = limit if total is None else min(total, limit)
-        now = max(0, limit - used) if now is None else min(now, max(0, limit - used))
-    return Available(now, total)
-
-
-def _machine(root: Path) -> tuple[int | None, int | None]:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        try:
-            return None, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            return None, None
-    sizes = {
-        name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest.split()
-    }
-    return sizes.get("MemAvailable"), sizes.get("MemTotal")
-
-
-def _groups(root: Path) -> list[tuple[int, int]]:
-    """Limit and use of every control group around this process that has a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_name, used_name, cache_name = (
-                root / "sys/fs/cgroup",
-                "memory.max",
-                "memory.current",
-                "inactive_file",
-            )
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_name = "total_inactive_file"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        while True:
-            # A parent's limit binds its children too.
-            pair = _limit_and_use(folder / limit_name, folder / used_name, folder / "memory.stat", cache_name)
-            if pair is not None:
-                found.append(pair)
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-    return found
-
-
-def _limit_and_use(limit_file: Path, used_file: Path, stat_file: Path, cache_name: str) -> tuple[int, int] | None:
-    try:
-        limit, used = int(limit_file.read_text()), int(used_file.read_text())
-    except (OSError, ValueError):  # there is no limit, or its text is "max"
-        return None
-    if limit >= 1 << 60:  # how version 1 spells "no limit"
-        return None
-    try:
-        # File pages that nobody uses are given back when memory is asked for.
-        stat = dict(line.split() for line in stat_file.read_text().splitlines())
-        used -= int(stat.get(cache_name, 0))
-    except (OSError, ValueError):
-        pass
-    return limit, max(0, used)
-
-
 @attrs.frozen(kw_only=True)
 class Need:
     """Bytes of a context, estimated from the model's facts."""
@@ -163,3 +84,20 @@ def context_need(
         # The scores of every head against every cell exist at once.
         compute += 4 * heads * batch * slot_cells
     return Need(kv=cells * kv_bytes_per_cell, compute=compute)
+
+
+def shortage(need: Need, model_bytes: int, there: Available) -> str | None:
+    """What is lacking for a context beside a model, as the end of a sentence; None if it fits."""
+    if there.now is not None and need.context > there.now:
+        return f"needs about {size_text(need.context)} and {size_text(there.now)} of memory are free"
+    if there.total is not None and need.context + model_bytes > there.total:
+        return (
+            f"needs about {size_text(need.context)} beside the model's {size_text(model_bytes)}, "
+            f"and there are {size_text(there.total)} of memory in all"
+        )
+    return None
+
+
+def size_text(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"

@@ -14,6 +14,8 @@ from laneway_native._errors import check_load, new_error, text_of
 from laneway_native._ffi import ffi, lib
 from laneway_native._gguf import GgufHeader, check_gguf
 from laneway_native._log import follow_level
+from laneway_native._machine import available
+from laneway_native._memory import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +80,8 @@ class Model:
         """The file it was loaded from."""
         self.header = header
         """What the file says of itself."""
+        self.decoders = 0
+        """How many are open on it; they keep the count."""
         self._facts: ModelFacts | None = None
         raw: ModelFactsStruct = ffi.new("laneway_model_facts *")
         lib.laneway_model_describe(handle, raw)
@@ -124,6 +128,13 @@ class Model:
         source = os.fspath(path)
         # Some damaged files end the process inside llama.cpp, so the header is read here first.
         header = check_gguf(source)
+        on_gpu = n_gpu_layers != 0 and bool(lib.laneway_has_gpu())
+        there = available().total
+        if there is not None and header.tensor_bytes > there and not on_gpu:
+            raise ModelLoadError(
+                source,
+                f"its weights take {size_text(header.tensor_bytes)}, and there are {size_text(there)} of memory in all",
+            )
         loading = loading or Loading()
         follow_level()
         out = ffi.new("laneway_model **")
@@ -134,7 +145,7 @@ class Model:
         )
         check_load(status, error, source)
         try:
-            return cls(out[0], source, header, on_gpu=n_gpu_layers != 0 and bool(lib.laneway_has_gpu()))
+            return cls(out[0], source, header, on_gpu=on_gpu)
         except BaseException:
             lib.laneway_model_free(out[0])
             raise
@@ -150,8 +161,10 @@ class Model:
             raise ModelLoadError(self.path, "the file has no vocabulary; Laneway needs one to read and write text")
 
     def close(self) -> None:
-        """Free the weights.  A second call does nothing."""
+        """Free the weights.  A second call does nothing; :class:`RuntimeError` while a decoder uses them."""
         if self._handle:
+            if self.decoders:
+                raise RuntimeError(f"{self!r} has {self.decoders} open decoders; close them first")
             lib.laneway_model_free(self._handle)
             self._handle = ffi.NULL
 

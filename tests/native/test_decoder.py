@@ -242,6 +242,31 @@ async def test_steps_that_make_no_sense_are_refused_and_harm_nobody(tiny: Model)
         assert driver.tokens[0][here:] == expected
 
 
+@in_every_mode
+async def test_C11_full_cells_fail_the_step_and_the_context_goes_on(tiny: Model, mode: dict[str, Any]) -> None:
+    """No scheduler lets it come so far; if one does, it is told, and nothing is broken."""
+    prompt = prompts(tiny)[0]
+    async with decoder_of(tiny, context_size=512, parallel=2, **mode) as decoder:
+        expected = await answer(decoder, prompt, 6)
+        filling = [5 + i % 90 for i in range(256)]
+        for slot in range(2):
+            decoder.open(slot, GREEDY, filling)
+            await decoder.step(StepBatch((Chunk(slot, 0, filling, False),)))
+        for _ in range(2):
+            with pytest.raises(DecodeError) as caught:
+                await decoder.step(StepBatch((Chunk(0, 256, [7], True),)))
+            assert caught.value.status == 1
+            assert caught.value.sequences == 1
+            assert "no free KV cells" in caught.value.reason
+        assert [decoder.length(slot) for slot in range(2)] == [256, 256]
+        decoder.drop(0)
+        driver = Driver(decoder)
+        await driver.start(0, prompt)
+        for _ in range(5):
+            await driver.decode()
+        assert driver.tokens[0][len(prompt) :] == expected
+
+
 async def test_dropping_an_empty_slot_does_nothing(tiny: Model) -> None:
     async with decoder_of(tiny) as decoder:
         for slot in range(4):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from laneway.decoder import ModelLoadError
 from laneway_native import LlamaDecoder, Model
-from laneway_native._decoder import _shortage, default_threads
-from laneway_native._memory import KV_TYPES, Available, Need, available
+from laneway_native._machine import Available, available, default_threads
+from laneway_native._memory import KV_TYPES, Need, shortage
 
 GIB = 2**30
 
@@ -62,7 +64,7 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
     there = available(tmp_path)
     assert there.now is None
     assert there.total is None or there.total > 0
-    assert _shortage(Need(kv=1 << 60, compute=0), 0, Available(None, None)) is None
+    assert shortage(Need(kv=1 << 60, compute=0), 0, Available(None, None)) is None
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
         (Need(kv=3 << 20, compute=0), 0, Available(2 << 20, 4 * GIB), "needs about 3 MiB and 2 MiB of memory are free"),
     ],
 )
-def test_shortage(need: Need, model: int, there: Available, words: str | None) -> None:
-    found = _shortage(need, model, there)
+def testshortage(need: Need, model: int, there: Available, words: str | None) -> None:
+    found = shortage(need, model, there)
     assert (found is None) if words is None else (found is not None and words in found)
 
 
@@ -112,7 +114,7 @@ def test_the_estimate_is_near_what_llama_allocates(
     def note(need: Need, model_bytes: int, there: Available) -> None:
         needs.append(need)
 
-    monkeypatch.setattr("laneway_native._decoder._shortage", note)
+    monkeypatch.setattr("laneway_native._decoder.shortage", note)
     with caplog.at_level("INFO", logger="laneway.llama"):
         decoder = LlamaDecoder(tiny, context_size=16384, parallel=4, threads=1, **options)  # type: ignore[arg-type]
     decoder._free()
@@ -128,6 +130,41 @@ def test_the_estimate_is_near_what_llama_allocates(
 
 
 def test_default_threads_is_a_number_of_cpus_that_there_are() -> None:
-    import os
-
     assert 1 <= default_threads() <= (os.cpu_count() or 1)
+
+
+def with_cpus(root: Path, monkeypatch: pytest.MonkeyPatch, siblings: dict[int, str]) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings), raising=False)
+    for cpu, text in siblings.items():
+        write(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", text + "\n")
+
+
+def test_two_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cpus(tmp_path, monkeypatch, {0: "0,4", 4: "0,4", 1: "1,5", 6: "2,6"})
+    assert default_threads(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "threads"), [("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1), ("150000 100000", 2)]
+)
+def test_a_share_of_time_bounds_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, threads: int
+) -> None:
+    with_cpus(tmp_path, monkeypatch, {cpu: str(cpu) for cpu in range(4)})
+    write(tmp_path, "proc/self/cgroup", "0::/app/worker\n")
+    write(tmp_path, "sys/fs/cgroup/app/cpu.max", limit)
+    assert default_threads(tmp_path) == threads
+
+
+def test_a_share_of_time_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cpus(tmp_path, monkeypatch, {cpu: str(cpu) for cpu in range(4)})
+    write(tmp_path, "proc/self/cgroup", "4:cpu,cpuacct:/x\n3:memory:/x\n")
+    write(tmp_path, "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us", "100000")
+    write(tmp_path, "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us", "100000")
+    assert default_threads(tmp_path) == 1
+
+
+def test_a_model_beyond_all_memory_is_refused(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laneway_native._model.available", lambda: Available(1 << 30, 1 << 10))
+    with pytest.raises(ModelLoadError, match="its weights take"):
+        Model.load(tiny_path)

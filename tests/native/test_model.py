@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from laneway.decoder import InvalidRequestError, ModelLoadError, Tokenizer
 from laneway_native import Loading, Model, load_model
+from tests.native.driving import decoder_of
 from tests.tiny_model import BOS, CHATML, EOS, IM_END, IM_START, tiny_model_parts, write_gguf, write_tiny_model
 
 
@@ -127,6 +128,15 @@ def test_a_closed_model_says_so(tiny_path: Path) -> None:
     with pytest.raises(ValueError, match="closed"):
         model.tokenize("a")
     assert "closed" in repr(model)
+
+
+async def test_a_model_in_use_is_not_freed(tiny_path: Path) -> None:
+    model = Model.load(tiny_path)
+    async with decoder_of(model):
+        with pytest.raises(RuntimeError, match="1 open decoders"):
+            model.close()
+        assert model.tokenize("a")
+    model.close()
 
 
 # Loading.
