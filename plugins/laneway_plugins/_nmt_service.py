@@ -153,7 +153,7 @@ class NmtService:
                 opened = list(self._open.values())
                 self._open.clear()
             for pair in opened:
-                await trio.to_thread.run_sync(pair.worker.close)
+                await trio.to_thread.run_sync(pair.worker.close, limiter=self._aside)
 
 
 async def _set_when_cancelled(stop: threading.Event) -> None:

@@ -652,6 +652,15 @@ def _strings(value: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -
     return strings
 
 
+def _two_codes(value: Iterable[str] | None) -> tuple[str, str] | None:
+    if value is None:
+        return None
+    codes = () if isinstance(value, str) else tuple(value)
+    if len(codes) != 2 or not all(isinstance(code, str) and code for code in codes):
+        raise InvalidRequestError(f"must be two codes, such as ('en', 'de'), not {value!r}", "languages")
+    return canonical_code(codes[0]), canonical_code(codes[1])
+
+
 def _one_of(*words: str | None) -> Any:
     def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value not in words:
@@ -675,10 +684,8 @@ class NmtOptions:
     """Pieces of one sentence beyond which it is cut up, at punctuation if there is some."""
     packages: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     """More packages or directories, whose pairs may be gone through."""
-    source: str | None = attrs.field(default=None, validator=optional(of_type(str)))
-    """The language that a bare CTranslate2 directory translates from, which it does not say itself."""
-    target: str | None = attrs.field(default=None, validator=optional(of_type(str)))
-    """The language that it translates to."""
+    languages: tuple[str, str] | None = attrs.field(default=None, converter=_two_codes)
+    """From and to, as codes, of a bare CTranslate2 directory, which does not say so itself."""
     source_prefix: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     """Tokens before each source sentence, such as a language's."""
     target_prefix: tuple[str, ...] = attrs.field(default=(), converter=_strings)
@@ -745,16 +752,15 @@ def _find_all(source: ModelSource, options: NmtOptions) -> list[Pair]:
     told = {
         name: value
         for name, value in attrs.asdict(options, recurse=False).items()
-        if name in ("source", "target", "source_prefix", "target_prefix", "tokens") and value
+        if name in ("languages", "source_prefix", "target_prefix", "tokens") and value
     }
     if told:
         if len(pairs) > 1:
             raise ModelLoadError(
                 source.text, f"{', '.join(sorted(told))} can be told of one model alone, and it has {len(pairs)} pairs"
             )
-        for name in ("source", "target"):
-            if name in told:
-                told[name] = canonical_code(told[name])
+        if "languages" in told:
+            told["source"], told["target"] = told.pop("languages")
         pairs = [attrs.evolve(pairs[0], **told)]
     for extra in options.packages:
         path = Path(extra).expanduser()
@@ -764,7 +770,7 @@ def _find_all(source: ModelSource, options: NmtOptions) -> list[Pair]:
     if len(pairs) > 1 and any(not (pair.source and pair.target) for pair in pairs):
         bare = next(pair for pair in pairs if not (pair.source and pair.target))
         raise ModelLoadError(
-            source.text, f"nothing says which languages {bare.path} is for; load it alone, or with source= and target="
+            source.text, f"nothing says which languages {bare.path} is for; load it alone, or with languages="
         )
     return pairs
 
