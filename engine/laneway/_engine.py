@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import attrs
@@ -286,7 +287,8 @@ class Engine:
             on_failed=self._registry.model_failed,
         )
         if model.decode_loop is not None:
-            self._services.start_soon(model.decode_loop.run, name=f"laneway decode loop {name}")
+            # In a context of its own, or a model that a handler has loaded would keep that request in memory.
+            Context().run(self._services.start_soon, model.decode_loop.run, name=f"laneway decode loop {name}")
         self._models[name] = model
         log.info("model=%s loaded parallel=%d", name, parallel)
         return model

@@ -618,3 +618,19 @@ async def test_A11_handlers_that_start_their_successors_keep_nobody_in_memory(
 
         nursery.start_soon(link, 0)
     assert alive[0] < 5
+
+
+async def test_A11_a_model_that_a_handler_has_loaded_does_not_keep_its_request(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with bench() as b:
+
+        async def load(ctx: laneway.RequestContext) -> None:
+            await b.engine.load_model("scripted:b")
+
+        async with b.run("body", Body(load)) as run:
+            await run.result()
+        del run
+        await trio.testing.wait_all_tasks_blocked()
+        gc.collect()
+        assert not [item for item in gc.get_objects() if isinstance(item, Request) and item.model is b.model]
