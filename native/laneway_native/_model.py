@@ -165,8 +165,9 @@ class Model:
         if self._handle:
             if self.decoders:
                 raise RuntimeError(f"{self!r} has {self.decoders} open decoders; close them first")
-            lib.laneway_model_free(self._handle)
-            self._handle = ffi.NULL
+            # Forgotten first: while this thread frees it, another must find a closed model.
+            handle, self._handle = self._handle, ffi.NULL
+            lib.laneway_model_free(handle)
 
     def __enter__(self) -> Self:
         return self
