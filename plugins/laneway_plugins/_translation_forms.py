@@ -27,9 +27,9 @@ class Wanted:
 class PromptForm:
     """A way of asking.
 
-    ``models`` is a regular expression that is looked for in what a model is called (its name and its metadata's), case
-    aside; None: the form is taken only where it is named.  ``ask`` makes a chat, or a str that goes to the model as it
-    is.  ``stop`` ends an answer and is no part of it.
+    ``models`` is a regular expression that is looked for in each name of a model (its own, those of its metadata, its
+    file's), case aside and ``_`` read as ``-``; None: the form is taken only where it is named.  ``ask`` makes a chat,
+    or a str that goes to the model as it is.  ``stop`` ends an answer and is no part of it.
     """
 
     name: str
@@ -147,8 +147,8 @@ def form_for(name: str, metadata: Mapping[str, str], *, chats: bool) -> PromptFo
         return named_form(told)
     called = [name, *(metadata.get(key, "") for key in ("general.name", "general.basename", "general.finetune"))]
     called.append(re.split(r"[/\\]", metadata.get("path", ""))[-1])
-    text = "\n".join(called).replace("_", "-")
     for form in _forms.values():
-        if form.models is not None and re.search(form.models, text, re.IGNORECASE):
-            return form
+        for one in called:
+            if form.models is not None and re.search(form.models, one.replace("_", "-"), re.IGNORECASE):
+                return form
     return GENERAL if chats else PLAIN

@@ -49,6 +49,11 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def small_endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "endless", end_bias=-100.0)
+
+
+@pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     for number, pair in enumerate(("fr-en", "en-de", "de-ja")):
@@ -174,8 +179,8 @@ async def test_a_very_long_sentence_reaches_the_model_whole(words: Path, monkeyp
     assert sorted(given) == sorted(ODD[8].split())
 
 
-async def test_a_translation_without_an_end_says_so(endless: Path, words: Path) -> None:
-    async with loaded(endless) as model:
+async def test_a_translation_without_an_end_says_so(small_endless: Path, words: Path) -> None:
+    async with loaded(small_endless) as model:
         result = await nmt.translate_details(model, ["w1", "", "9"])
         assert result.stop_reason == "length"
         assert [translation.truncated for translation in result.translations] == [True, False, False]
@@ -213,8 +218,8 @@ async def test_a_stream_joined_is_the_result(words: Path, beam_size: int) -> Non
             assert sorted(ended) == ["0", "1", "2", "3"]
 
 
-async def test_S2_unread_text_merges(endless: Path) -> None:
-    async with loaded(endless) as model:
+async def test_S2_unread_text_merges(small_endless: Path) -> None:
+    async with loaded(small_endless) as model:
         async with nmt.stream(model, "\n".join([SENTENCE] * 16)) as run:
             await model.engine.wait_ended(run.request_id)
             events = [event async for event in run]
@@ -475,6 +480,8 @@ async def test_C2_cancelling_one_leaves_the_others_alone(endless: Path) -> None:
                 nursery.start_soon(other)
                 await anext(first)
                 model.engine.cancel(first.request_id)
+            with pytest.raises(InferenceCancelledError):
+                await first.result()
         assert texts == [expected]
 
 
@@ -491,6 +498,8 @@ async def test_a_request_that_waits_for_a_thread_is_cancelled_at_once(
                     await nmt.translate(model, SENTENCE)
             assert spy.begun == begun
             model.engine.cancel(first.request_id)
+            with pytest.raises(InferenceCancelledError):
+                await first.result()
 
 
 async def test_C8_unloading_ends_requests_and_closes_the_translators_off_the_loop(
