@@ -562,11 +562,18 @@ class _OpenRun:
         if failure is None:
             return
         if error is None:
-            # Rule C6: the caller's own cancel goes before ours.
-            await trio.lowlevel.checkpoint_if_cancelled()
+            try:
+                # Rule C6: the caller's own cancel goes before ours.
+                await trio.lowlevel.checkpoint_if_cancelled()
+            except trio.Cancelled as cancelled:
+                self._log_beside(cancelled, failure)
+                raise
             raise failure
         if error is not failure:
-            log.error("request %r failed as well, beside %r: %s", self._live.id, error, failure)
+            self._log_beside(error, failure)
+
+    def _log_beside(self, error: BaseException, failure: BaseException) -> None:
+        log.error("request %r failed as well, beside %r: %s", self._live.id, error, failure)
 
 
 @trio.lowlevel.disable_ki_protection

@@ -289,7 +289,9 @@ async def test_C6_text_and_tokens_of_a_cancelled_request_are_the_same_ones(
             assert error.stats.generated_tokens == len(error.tokens) > 0
 
 
-async def test_C6_the_callers_own_cancel_goes_before_an_unseen_failure(autojump_clock: trio.testing.MockClock) -> None:
+async def test_C6_the_callers_own_cancel_goes_before_an_unseen_failure(
+    caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
     async with bench(parallel=1) as b:
         with trio.CancelScope() as scope:
             async with b.run("body", Body(forever)) as run:
@@ -298,6 +300,7 @@ async def test_C6_the_callers_own_cancel_goes_before_an_unseen_failure(autojump_
                 await b.engine.wait_ended(run.request_id)
                 scope.cancel()
         assert scope.cancelled_caught
+    assert f"{run.request_id!r} failed as well" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["body", "observer", "deliver", "step", "aclose"])
