@@ -148,7 +148,7 @@ class Model:
         if len(prompt) >= self.window:
             raise ContextOverflowError(len(prompt), self.window, self.context_size, self.parallel)
         try:
-            tokens = array("i", prompt)
+            tokens = array("i", list(prompt))  # a list, for bytes would be taken as the array's own memory
         except (TypeError, OverflowError) as error:
             raise InvalidRequestError(f"must be token ids: {error}", "prompt") from None
         size = self.tokenizer.size

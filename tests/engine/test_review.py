@@ -92,6 +92,7 @@ async def test_A10_tokens_that_the_model_does_not_know_hurt_nobody_else(autojump
         for prompt in bad:
             with pytest.raises(laneway.InvalidRequestError, match="prompt: "):
                 ctx.generate(prompt, GREEDY)
+        ctx.model.check_prompt(b"tokens as well")
 
     async with bench() as b, b.run("generate", Generate(PROMPT, 20)) as peer:
         async with b.run("body", Body(generate)) as run:
