@@ -1,4 +1,4 @@
-// Attention on the CPU for decoding: few query rows a sequence, many cells.
+// Attention on the CPU, for llama.cpp's graphs.
 //
 // For a query q and the cells that its row of the mask lets through, out = sum of exp(s_i - m) v_i / sum of exp(s_i - m)
 // with s_i = scale q.k_i + mask_i and m the largest s_i.  The cells are taken in blocks.  Each block has its own largest
@@ -9,9 +9,11 @@
 // How it goes:
 //   1. Each row of the mask becomes a bitmap, once for all heads; masked cells are not looked at again.
 //   2. The query heads that share a head of the keys are computed together: a key or value is read and converted once.
-//   3. All arithmetic is in F32.
-//   4. A row's cells are cut into spans whose borders depend on the row alone, and merged in order.  So the bits of a
-//      result depend neither on the threads nor on the other rows.
+//   3. Rows that see mostly the same cells, as those of one prompt do, are computed together as products of matrices.
+//   4. Every other row, as those of decoding sequences are, is computed on its own.  Its cells are cut into spans whose
+//      borders depend on the row alone, and merged in order: the bits of its result depend neither on the threads nor on
+//      the other rows.
+//   5. All arithmetic is in F32.
 //
 // What it does not do goes to llama.cpp's own function, which is compiled under another name.
 #include "attention_switch.h"
@@ -38,12 +40,18 @@ namespace {
 
 using laneway::Vector;
 
-constexpr int most_rows = 1024;      // of one sequence or stream; beyond, llama.cpp's tiles of 64 rows are faster
 constexpr int most_heads = 16;     // computed together
 constexpr int block = 64;          // cells between two looks at the largest score
 constexpr int least_span = 64;     // cells that one thread takes at least
 constexpr int most_spans = 64;     // of a row
 constexpr int shares = 4;          // pieces of work a thread, at least, before rows are cut into spans
+#if LANEWAY_AVX512 || LANEWAY_AVX2
+constexpr int most_rows = std::numeric_limits<int>::max(); // of a sequence
+#else
+constexpr int most_rows = 32; // beyond, llama.cpp's tiles have code for more processors than this one
+#endif
+constexpr int most_queries = 64;   // rows times heads of a tile
+constexpr int least_rows = 4;      // of a tile
 constexpr size_t line = 64;        // bytes that threads should not share
 
 size_t in_lines(size_t bytes) { return (bytes + line - 1) / line * line; }
@@ -113,6 +121,7 @@ struct Shape {
         scale = cap != 0.0f ? parameters[0] / cap : parameters[0];
     }
 
+    int tile_rows() const { return std::max(1, most_queries / together); }
     int all_rows() const { return rows * streams; }
     int items() const { return heads_kv * parts; } // of a row
     int words() const { return (cells + 63) / 64; }
@@ -164,8 +173,8 @@ bool handles(const ggml_compute_params *params, const ggml_tensor *out) {
     const ggml_tensor *q = out->src[0], *k = out->src[1], *v = out->src[2], *mask = out->src[3], *sinks = out->src[4];
     const bool known = k->type == v->type &&
                        (k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_F32 || k->type == GGML_TYPE_Q8_0);
-    return known && laneway_ggml_attention_wanted() && !params->use_ref && (!sinks || sinks->type == GGML_TYPE_F32) &&
-           q->type == GGML_TYPE_F32 && out->type == GGML_TYPE_F32 && q->ne[1] <= most_rows &&
+    return known && laneway_ggml_attention_wanted() && !params->use_ref && q->ne[1] <= most_rows && (!sinks || sinks->type == GGML_TYPE_F32) &&
+           q->type == GGML_TYPE_F32 && out->type == GGML_TYPE_F32 &&
            q->ne[0] % (k->type == GGML_TYPE_Q8_0 ? 32 : 16) == 0 && k->ne[0] == q->ne[0] && v->ne[0] == q->ne[0] &&
            v->ne[1] == k->ne[1] && k->ne[1] > 0 && k->ne[1] < INT32_MAX - 64 && v->ne[2] == k->ne[2] &&
            q->ne[2] % k->ne[2] == 0 && q->ne[3] % k->ne[3] == 0 && q->ne[3] % v->ne[3] == 0 &&
@@ -231,6 +240,7 @@ struct Sum {
     }
     Sum(const Shape &shape, float *memory)
         : largest(memory), total(memory + shape.together), values(memory + 2 * shape.together) {}
+    Sum(float *largest, float *total, float *values) : largest(largest), total(total), values(values) {}
 };
 
 float exponential(float x) {
@@ -239,7 +249,7 @@ float exponential(float x) {
     return lanes[0];
 }
 
-void multiply(float *values, int size, float factor) {
+void scale_values(float *values, int size, float factor) {
     const Vector by = Vector::all(factor);
     for (int i = 0; i < size; i += Vector::width) {
         (Vector::load(values + i) * by).store(values + i);
@@ -266,8 +276,9 @@ void finish(const Shape &shape, const Sum &sum, int row, int first_head, int hea
     for (int head = 0; head < heads; ++head) {
         float *result = shape.result_of(row, first_head + head);
         const float *values = sum.values + head * shape.size;
-        float factor = 1.0f / sum.total[head];
-        if (shape.sinks) {
+        // A row that sees nothing is zero.
+        float factor = sum.total[head] > 0.0f ? 1.0f / sum.total[head] : 0.0f;
+        if (shape.sinks && factor > 0.0f) {
             const float sink = shape.sink_of(first_head + head), largest = std::max(sum.largest[head], sink);
             const float ours = exponential(sum.largest[head] - largest);
             factor = ours / (sum.total[head] * ours + exponential(sink - largest));
@@ -457,7 +468,7 @@ private:
             } else if (largest > sum.largest[head]) {
                 const float factor = exponential(sum.largest[head] - largest);
                 sum.total[head] *= factor;
-                multiply(values, shape.size, factor);
+                scale_values(values, shape.size, factor);
             } else {
                 largest = sum.largest[head];
             }
@@ -534,6 +545,238 @@ private:
     const char *keys_at = nullptr, *values_at = nullptr;
 };
 
+// c = a b, or c + a b: a has `depth` columns, b as many rows.  Parts of the result stay in registers meanwhile.
+template <int rows, int columns>
+void multiply_part(int depth, const float *a, int a_stride, const float *b, int b_stride, float *c, int c_stride, bool add) {
+    Vector sums[rows][columns];
+    UNROLLED
+    for (int i = 0; i < rows; ++i) {
+        UNROLLED
+        for (int j = 0; j < columns; ++j) {
+            sums[i][j] = add ? Vector::load(c + i * c_stride + j * Vector::width) : Vector::zero();
+        }
+    }
+    for (int k = 0; k < depth; ++k) {
+        Vector row[columns];
+        UNROLLED
+        for (int j = 0; j < columns; ++j) {
+            row[j] = Vector::load(b + k * b_stride + j * Vector::width);
+        }
+        UNROLLED
+        for (int i = 0; i < rows; ++i) {
+            const Vector by = Vector::all(a[i * a_stride + k]);
+            UNROLLED
+            for (int j = 0; j < columns; ++j) {
+                sums[i][j] = laneway::fused(by, row[j], sums[i][j]);
+            }
+        }
+    }
+    UNROLLED
+    for (int i = 0; i < rows; ++i) {
+        UNROLLED
+        for (int j = 0; j < columns; ++j) {
+            sums[i][j].store(c + i * c_stride + j * Vector::width);
+        }
+    }
+}
+
+template <int columns>
+void multiply_columns(int rows, int depth, const float *a, int a_stride, const float *b, int b_stride, float *c, int c_stride,
+                      bool add) {
+    int i = 0;
+    for (; i + 6 <= rows; i += 6) {
+        multiply_part<6, columns>(depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, add);
+    }
+    for (; i + 2 <= rows; i += 2) {
+        multiply_part<2, columns>(depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, add);
+    }
+    if (i < rows) {
+        multiply_part<1, columns>(depth, a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, add);
+    }
+}
+
+void multiply(int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride, float *c,
+              int c_stride, bool add) {
+    constexpr int wide = Vector::columns * Vector::width;
+    int j = 0;
+    for (; j + wide <= columns; j += wide) {
+        multiply_columns<Vector::columns>(rows, depth, a, a_stride, b + j, b_stride, c + j, c_stride, add);
+    }
+    for (; j < columns; j += Vector::width) {
+        multiply_columns<1>(rows, depth, a, a_stride, b + j, b_stride, c + j, c_stride, add);
+    }
+}
+
+// The bits of `bits` that stand where `mask` has one, side by side.
+uint64_t side_by_side(uint64_t bits, uint64_t mask) {
+    if (mask == ~uint64_t{0}) {
+        return bits;
+    }
+    uint64_t result = 0;
+    for (int i = 0; mask; ++i) {
+        result |= (bits >> lowest_bit(mask) & 1) << i;
+        mask &= mask - 1;
+    }
+    return result;
+}
+
+// Rows that see mostly the same cells, as those of one prompt do: keys and values are read once for all of them, and
+// scores and weighted values are products of matrices.
+class Tile {
+public:
+    static size_t floats(const Shape &shape) {
+        const size_t size = static_cast<size_t>(shape.size);
+        return most_queries * (2 * size + block + 2) + 2 * block * size;
+    }
+
+    Tile(const Shape &shape, float *memory)
+        : shape(shape), queries(memory), scores(queries + most_queries * shape.size), keys(scores + most_queries * block),
+          values(keys + block * shape.size), results(values + block * shape.size),
+          largest(results + most_queries * shape.size), total(largest + most_queries) {}
+
+    // bitmaps: of the rows, one after the other.
+    void attend(int first_row, int rows, int item, const uint64_t *bitmaps) {
+        switch (shape.k->type) {
+        case GGML_TYPE_F16:
+            return attend_of<Halves>(first_row, rows, item, bitmaps);
+        case GGML_TYPE_F32:
+            return attend_of<Floats>(first_row, rows, item, bitmaps);
+        default:
+            return attend_of<Bytes>(first_row, rows, item, bitmaps);
+        }
+    }
+
+private:
+    template <typename Source> void attend_of(int first_row, int rows, int item, const uint64_t *bitmaps) {
+        const int size = shape.size, words = shape.words();
+        const int head_kv = item / shape.parts, part = item % shape.parts;
+        const int first_head = head_kv * shape.group + part * shape.together;
+        const int heads = std::min(shape.together, shape.group - part * shape.together);
+        const char *keys_at = shape.cells_of(shape.k, first_row, head_kv);
+        const char *values_at = shape.cells_of(shape.v, first_row, head_kv);
+        const int count = rows * heads;
+
+        const Vector scale = Vector::all(shape.scale);
+        for (int row = 0; row < rows; ++row) {
+            for (int head = 0; head < heads; ++head) {
+                const float *from = shape.query_of(first_row + row, first_head + head);
+                float *to = queries + (row * heads + head) * size;
+                for (int i = 0; i < size; i += Vector::width) {
+                    (Vector::load(from + i) * scale).store(to + i);
+                }
+            }
+        }
+        std::fill(results, results + count * size, 0.0f);
+        std::fill(largest, largest + count, -std::numeric_limits<float>::infinity());
+        std::fill(total, total + count, 0.0f);
+
+        int32_t cells[block];
+        uint64_t seen[most_queries];
+        int filled = 0;
+        for (int word = 0; word < words; ++word) {
+            uint64_t any = 0;
+            for (int row = 0; row < rows; ++row) {
+                any |= bitmaps[row * words + word];
+            }
+            if (!any) {
+                continue;
+            }
+            if (filled + bits_set(any) > block) {
+                add_block<Source>(keys_at, values_at, cells, filled, seen, rows, heads);
+                filled = 0;
+            }
+            if (filled == 0) {
+                std::fill(seen, seen + rows, uint64_t{0});
+            }
+            for (int row = 0; row < rows; ++row) {
+                seen[row] |= side_by_side(bitmaps[row * words + word], any) << filled;
+            }
+            for (uint64_t left = any; left; left &= left - 1) {
+                cells[filled++] = 64 * word + lowest_bit(left);
+            }
+        }
+        if (filled > 0) {
+            add_block<Source>(keys_at, values_at, cells, filled, seen, rows, heads);
+        }
+        for (int row = 0; row < rows; ++row) {
+            finish(shape, Sum(largest + row * heads, total + row * heads, results + row * heads * size), first_row + row,
+                   first_head, heads);
+        }
+    }
+
+    template <typename Source>
+    void add_block(const char *keys_at, const char *values_at, const int32_t *cells, int count, const uint64_t *seen, int rows,
+                   int heads) {
+        const int size = shape.size, queries_count = rows * heads;
+        const int padded = (count + Vector::width - 1) / Vector::width * Vector::width;
+        for (int c = 0; c < padded; c += Vector::width) {
+            for (int i = 0; i < size; i += Vector::width) {
+                Vector square[Vector::width];
+                for (int j = 0; j < Vector::width; ++j) {
+                    square[j] = c + j < count ? Source::load(keys_at + static_cast<size_t>(cells[c + j]) * shape.k->nb[1], i)
+                                              : Vector::zero();
+                }
+                laneway::transpose(square);
+                for (int j = 0; j < Vector::width; ++j) {
+                    square[j].store(keys + (i + j) * block + c);
+                }
+            }
+        }
+        for (int c = 0; c < count; ++c) {
+            const char *value = values_at + static_cast<size_t>(cells[c]) * shape.v->nb[1];
+            for (int i = 0; i < size; i += Vector::width) {
+                Source::load(value, i).store(values + c * size + i);
+            }
+        }
+        multiply(queries_count, padded, size, queries, size, keys, block, scores, block, false);
+        for (int row = 0; row < rows; ++row) {
+            for (int head = 0; head < heads; ++head) {
+                weigh(row * heads + head, padded, seen[row]);
+            }
+        }
+        multiply(queries_count, size, count, scores, block, values, size, results, size, true);
+    }
+
+    // Scores of one query become weights.
+    void weigh(int query, int padded, uint64_t seen) {
+        float *score = scores + query * block;
+        if (seen == 0) {
+            std::fill(score, score + padded, 0.0f);
+            return;
+        }
+        Vector best = Vector::all(-std::numeric_limits<float>::infinity());
+        for (int i = 0; i < padded; i += Vector::width) {
+            Vector these = Vector::load(score + i);
+            if (shape.cap != 0.0f) {
+                these = laneway::hyperbolic_tangent(these) * Vector::all(shape.cap);
+            }
+            these = laneway::where_set(seen >> i, these);
+            these.store(score + i);
+            best = laneway::larger(best, these);
+        }
+        float now = best.largest();
+        if (now > largest[query]) {
+            const float factor = exponential(largest[query] - now);
+            total[query] *= factor;
+            scale_values(results + query * shape.size, shape.size, factor);
+            largest[query] = now;
+        } else {
+            now = largest[query];
+        }
+        const Vector base = Vector::all(now);
+        Vector sum = Vector::zero();
+        for (int i = 0; i < padded; i += Vector::width) {
+            const Vector weight = laneway::exponential(Vector::load(score + i) - base);
+            weight.store(score + i);
+            sum = sum + weight;
+        }
+        total[query] += sum.sum();
+    }
+
+    const Shape &shape;
+    float *queries, *scores, *keys, *values, *results, *largest, *total;
+};
+
 // Memory that all threads see: first what is left of the operation's work buffer, and where that is too small, memory of
 // the first thread's own, which it keeps for the next time.
 class OwnMemory {
@@ -561,6 +804,7 @@ struct Header {
 struct Row {
     int32_t count;
     int32_t biased;
+    int32_t tiled; // the rows of the tile that begins here; 0: none
 
     int span_cells() const {
         const int even = (count + most_spans - 1) / most_spans;
@@ -592,19 +836,46 @@ void make_row(const Shape &shape, int index, Row &row, uint64_t *bitmap) {
     }
     row.count = count;
     row.biased = biased;
+    row.tiled = 0;
+}
+
+// Whether these rows see so much of the same that computing all of them for all cells costs less.
+bool is_tile(const Shape &shape, const Row *row, const uint64_t *bitmaps, int rows) {
+    int64_t each = 0, together = 0;
+    for (int i = 0; i < rows; ++i) {
+        if (row[i].biased) {
+            return false;
+        }
+        each += row[i].count;
+    }
+    for (int word = 0, words = shape.words(); word < words; ++word) {
+        uint64_t any = 0;
+        for (int i = 0; i < rows; ++i) {
+            any |= bitmaps[i * words + word];
+        }
+        together += bits_set(any);
+    }
+    return rows >= least_rows && together * rows <= 2 * each;
 }
 
 // False: nothing was computed, which all threads see alike.
 bool attend(const ggml_compute_params *params, const Shape &shape) {
     const int thread = params->ith, threads = params->nth;
-    const size_t own = in_lines(Worker::floats(shape) * sizeof(float));
+    size_t own = in_lines(Worker::floats(shape) * sizeof(float));
+    const int tile_rows = shape.tile_rows();
+    const size_t with_tiles = in_lines(std::max(Worker::floats(shape), Tile::floats(shape)) * sizeof(float));
+    const bool tiling = std::min(tile_rows, shape.rows) >= least_rows &&
+                        with_tiles * static_cast<size_t>(threads) + in_lines(sizeof(Header)) <= params->wsize;
+    own = tiling ? with_tiles : own;
     const size_t fixed = own * static_cast<size_t>(threads) + in_lines(sizeof(Header));
     if (params->wsize < fixed) {
         return false;
     }
     char *buffer = static_cast<char *>(params->wdata);
     Header *header = reinterpret_cast<Header *>(buffer);
-    Worker worker(shape, reinterpret_cast<float *>(buffer + in_lines(sizeof(Header)) + own * static_cast<size_t>(thread)));
+    float *own_memory = reinterpret_cast<float *>(buffer + in_lines(sizeof(Header)) + own * static_cast<size_t>(thread));
+    Worker worker(shape, own_memory);
+    Tile tile(shape, own_memory);
     char *left = buffer + fixed;
     size_t left_bytes = params->wsize - fixed;
     static thread_local OwnMemory row_memory, span_memory;
@@ -634,8 +905,22 @@ bool attend(const ggml_compute_params *params, const Shape &shape) {
         ggml_threadpool_chunk_set(params->threadpool, threads);
         laneway_ggml_attention_count();
     }
-    for (int i = thread; i < rows; i += threads) {
-        make_row(shape, i, row[i], bitmaps + words * static_cast<size_t>(i));
+    // Rows are made into bitmaps, and where tiles are possible, in groups that may become one.
+    const int group_rows = tiling ? tile_rows : 1;
+    const auto group_end = [&](int begin) {
+        return std::min(begin + group_rows, (begin / shape.rows + 1) * shape.rows);
+    };
+    for (int begin = 0, number = 0; begin < rows; begin = group_end(begin), ++number) {
+        if (number % threads != thread) {
+            continue;
+        }
+        const int end = group_end(begin);
+        for (int i = begin; i < end; ++i) {
+            make_row(shape, i, row[i], bitmaps + words * static_cast<size_t>(i));
+        }
+        if (tiling && is_tile(shape, row + begin, bitmaps + words * static_cast<size_t>(begin), end - begin)) {
+            row[begin].tiled = end - begin;
+        }
     }
     ggml_barrier(params->threadpool);
 
@@ -646,10 +931,11 @@ bool attend(const ggml_compute_params *params, const Shape &shape) {
     }
     const int64_t large = total / (static_cast<int64_t>(threads) * shares);
     bool cutting = threads > 1;
-    const auto is_cut = [&](int i) { return cutting && row[i].count > large && row[i].spans() > 1; };
+    const auto is_cut = [&](int i) { return cutting && !row[i].tiled && row[i].count > large && row[i].spans() > 1; };
+    const auto next = [&](int i) { return i + std::max(1, row[i].tiled); };
     const size_t sum_floats = Sum::floats(shape);
     size_t span_bytes = 0;
-    for (int i = 0; i < rows; ++i) {
+    for (int i = 0; i < rows; i = next(i)) {
         if (is_cut(i)) {
             span_bytes += sum_floats * sizeof(float) * static_cast<size_t>(row[i].spans() * shape.items());
         }
@@ -673,7 +959,7 @@ bool attend(const ggml_compute_params *params, const Shape &shape) {
         while (at < rows && piece >= begin + pieces(at)) {
             begin += pieces(at);
             offset += is_cut(at) ? sum_floats * static_cast<size_t>(pieces(at)) : 0;
-            ++at;
+            at = next(at);
         }
         if (at == rows) {
             break;
@@ -681,7 +967,9 @@ bool attend(const ggml_compute_params *params, const Shape &shape) {
         const Row &this_row = row[at];
         const uint64_t *bitmap = bitmaps + words * static_cast<size_t>(at);
         const int index = piece - begin;
-        if (is_cut(at)) {
+        if (this_row.tiled) {
+            tile.attend(at, this_row.tiled, index, bitmap);
+        } else if (is_cut(at)) {
             const int count = this_row.spans(), span = index % count, cells = this_row.span_cells();
             worker.begin(at, index / count);
             Cells unmasked(bitmap, span * cells);
@@ -697,7 +985,7 @@ bool attend(const ggml_compute_params *params, const Shape &shape) {
         ggml_barrier(params->threadpool);
         int number = 0;
         offset = 0;
-        for (int i = 0; i < rows; ++i) {
+        for (int i = 0; i < rows; i = next(i)) {
             if (!is_cut(i)) {
                 continue;
             }

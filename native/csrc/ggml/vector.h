@@ -89,6 +89,37 @@ inline Vector sums(const Vector *vectors) {
     return {_mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd))};
 }
 
+// vectors[i] lane j and vectors[j] lane i change places.
+inline void transpose(Vector *vectors) {
+    __m512 mixed[16];
+    for (int i = 0; i < 16; i += 4) {
+        const __m512 a = _mm512_unpacklo_ps(vectors[i].v, vectors[i + 1].v);
+        const __m512 b = _mm512_unpackhi_ps(vectors[i].v, vectors[i + 1].v);
+        const __m512 c = _mm512_unpacklo_ps(vectors[i + 2].v, vectors[i + 3].v);
+        const __m512 d = _mm512_unpackhi_ps(vectors[i + 2].v, vectors[i + 3].v);
+        mixed[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(c)));
+        mixed[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(c)));
+        mixed[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b), _mm512_castps_pd(d)));
+        mixed[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b), _mm512_castps_pd(d)));
+    }
+    // mixed[4 i + j] holds, in its part k of 128 bits, lane 4 k + j of the vectors 4 i to 4 i + 3.
+    for (int j = 0; j < 4; ++j) {
+        const __m512 even = _mm512_shuffle_f32x4(mixed[j], mixed[4 + j], 0x88);
+        const __m512 odd = _mm512_shuffle_f32x4(mixed[j], mixed[4 + j], 0xdd);
+        const __m512 even2 = _mm512_shuffle_f32x4(mixed[8 + j], mixed[12 + j], 0x88);
+        const __m512 odd2 = _mm512_shuffle_f32x4(mixed[8 + j], mixed[12 + j], 0xdd);
+        vectors[j].v = _mm512_shuffle_f32x4(even, even2, 0x88);
+        vectors[4 + j].v = _mm512_shuffle_f32x4(odd, odd2, 0x88);
+        vectors[8 + j].v = _mm512_shuffle_f32x4(even, even2, 0xdd);
+        vectors[12 + j].v = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
+}
+
+// Lane i of a where bit i is set, minus infinity elsewhere.
+inline Vector where_set(uint64_t bits, Vector a) {
+    return {_mm512_mask_mov_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), static_cast<__mmask16>(bits), a.v)};
+}
+
 #elif LANEWAY_AVX2
 
 struct Vector {
@@ -145,25 +176,57 @@ inline Vector sums(const Vector *vectors) {
     return {_mm256_add_ps(_mm256_permute2f128_ps(half[0], half[1], 0x20), _mm256_permute2f128_ps(half[0], half[1], 0x31))};
 }
 
+inline void transpose(Vector *vectors) {
+    __m256 mixed[8];
+    for (int i = 0; i < 8; i += 4) {
+        const __m256 a = _mm256_unpacklo_ps(vectors[i].v, vectors[i + 1].v);
+        const __m256 b = _mm256_unpackhi_ps(vectors[i].v, vectors[i + 1].v);
+        const __m256 c = _mm256_unpacklo_ps(vectors[i + 2].v, vectors[i + 3].v);
+        const __m256 d = _mm256_unpackhi_ps(vectors[i + 2].v, vectors[i + 3].v);
+        mixed[i] = _mm256_shuffle_ps(a, c, 0x44);
+        mixed[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        mixed[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        mixed[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    for (int j = 0; j < 4; ++j) {
+        vectors[j].v = _mm256_permute2f128_ps(mixed[j], mixed[4 + j], 0x20);
+        vectors[4 + j].v = _mm256_permute2f128_ps(mixed[j], mixed[4 + j], 0x31);
+    }
+}
+
+inline Vector where_set(uint64_t bits, Vector a) {
+    const __m256i places = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i these = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), places);
+    const __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(these, places));
+    return {_mm256_blendv_ps(_mm256_set1_ps(-std::numeric_limits<float>::infinity()), a.v, set)};
+}
+
 #else
 
+// Four lanes: of the compiler's own vectors where it has such, else an array.
 struct Vector {
-    static constexpr int width = 8;
-    static constexpr int columns = 2;
+    static constexpr int width = 4;
+    static constexpr int columns = 4;
 
-    float v[width];
+#if defined(__GNUC__) || defined(__clang__)
+    typedef float Lanes __attribute__((vector_size(16)));
+    typedef int32_t Bits __attribute__((vector_size(16)));
+#else
+    typedef float Lanes[width];
+#endif
+    Lanes v;
 
     static Vector zero() { return all(0.0f); }
     static Vector all(float value) {
         Vector result;
-        for (float &lane : result.v) {
-            lane = value;
+        for (int i = 0; i < width; ++i) {
+            result.v[i] = value;
         }
         return result;
     }
     static Vector load(const float *from) {
         Vector result;
-        std::memcpy(result.v, from, sizeof result.v);
+        std::memcpy(&result.v, from, sizeof result.v);
         return result;
     }
     static Vector halves(const uint16_t *from) {
@@ -180,15 +243,15 @@ struct Vector {
         }
         return result;
     }
-    void store(float *to) const { std::memcpy(to, v, sizeof v); }
+    void store(float *to) const { std::memcpy(to, &v, sizeof v); }
     float largest() const {
         float result = v[0];
-        for (float lane : v) {
-            result = lane > result ? lane : result;
+        for (int i = 1; i < width; ++i) {
+            result = v[i] > result ? v[i] : result;
         }
         return result;
     }
-    float sum() const { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+    float sum() const { return (v[0] + v[2]) + (v[1] + v[3]); }
 };
 
 template <typename Operation> inline Vector each(Operation operation) {
@@ -199,6 +262,33 @@ template <typename Operation> inline Vector each(Operation operation) {
     return result;
 }
 
+#if defined(__GNUC__) || defined(__clang__)
+inline Vector operator+(Vector a, Vector b) { return {a.v + b.v}; }
+inline Vector operator-(Vector a, Vector b) { return {a.v - b.v}; }
+inline Vector operator*(Vector a, Vector b) { return {a.v * b.v}; }
+inline Vector operator/(Vector a, Vector b) { return {a.v / b.v}; }
+inline Vector fused(Vector a, Vector b, Vector c) { return {a.v * b.v + c.v}; }
+inline Vector chosen(Vector::Bits where, Vector a, Vector b) {
+    return {reinterpret_cast<Vector::Lanes>((where & reinterpret_cast<Vector::Bits>(a.v)) |
+                                            (~where & reinterpret_cast<Vector::Bits>(b.v)))};
+}
+inline Vector larger(Vector a, Vector b) { return chosen(a.v > b.v, a, b); }
+inline Vector smaller(Vector a, Vector b) { return chosen(a.v < b.v, a, b); }
+// n from -126 to 127.
+inline Vector times_power_of_2(Vector a, Vector n) {
+    // A float of that size has steps of one: its lowest bits are the whole number.
+    const Vector::Bits whole_numbers = reinterpret_cast<Vector::Bits>((n + Vector::all(12582912.0f)).v) - 0x4b400000;
+    return {a.v * reinterpret_cast<Vector::Lanes>((whole_numbers + 127) << 23)};
+}
+inline Vector where_at_least(Vector x, float limit, Vector a) {
+    return chosen(x.v >= Vector::all(limit).v, a, Vector::zero());
+}
+inline Vector where_set(uint64_t bits, Vector a) {
+    const Vector::Bits places = {1, 2, 4, 8};
+    const Vector::Bits these = places & static_cast<int32_t>(bits & 0xf);
+    return chosen(these == places, a, Vector::all(-std::numeric_limits<float>::infinity()));
+}
+#else
 inline Vector operator+(Vector a, Vector b) {
     return each([&](int i) { return a.v[i] + b.v[i]; });
 }
@@ -220,23 +310,33 @@ inline Vector larger(Vector a, Vector b) {
 inline Vector smaller(Vector a, Vector b) {
     return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
-inline Vector whole(Vector a) {
-    return each([&](int i) { return std::nearbyint(a.v[i]); });
-}
-// n from -126 to 127.
 inline Vector times_power_of_2(Vector a, Vector n) {
-    return each([&](int i) {
-        const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
-        float power;
-        std::memcpy(&power, &bits, sizeof power);
-        return a.v[i] * power;
-    });
+    return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
 }
 inline Vector where_at_least(Vector x, float limit, Vector a) {
     return each([&](int i) { return x.v[i] >= limit ? a.v[i] : 0.0f; });
 }
+inline Vector where_set(uint64_t bits, Vector a) {
+    return each([&](int i) { return bits >> i & 1 ? a.v[i] : -std::numeric_limits<float>::infinity(); });
+}
+#endif
+
+// Up to 2^22: beyond 3 * 2^22 floats have steps of one, so adding it rounds.
+inline Vector whole(Vector a) {
+    const Vector large = Vector::all(12582912.0f);
+    return (a + large) - large;
+}
 inline Vector sums(const Vector *vectors) {
     return each([&](int i) { return vectors[i].sum(); });
+}
+inline void transpose(Vector *vectors) {
+    for (int i = 0; i < Vector::width; ++i) {
+        for (int j = 0; j < i; ++j) {
+            const float value = vectors[i].v[j];
+            vectors[i].v[j] = vectors[j].v[i];
+            vectors[j].v[i] = value;
+        }
+    }
 }
 
 #endif
