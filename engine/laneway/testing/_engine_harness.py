@@ -94,6 +94,7 @@ class _Observer:
     @laneway.hookimpl
     def laneway_request_ended(self, record: laneway.RequestRecord) -> None:
         self._harness.note("ended", record)
+        self._harness.take_the_caller_along(record.request_id)
 
 
 @attrs.frozen
@@ -109,6 +110,7 @@ class Load:
     seconds_per_step: float = 1 / 64
     seconds_to_load: float = 0.0
     contiguous: bool = False
+    end_every: int | None = 24
 
 
 @attrs.define(eq=False)
@@ -132,6 +134,7 @@ class EngineHarness:
         super().__init__()
         self.jobs: list[Job] = []  # those that live, or whose caller is still about
         self.known_ids: list[str] = ["early"]
+        self.cancelled_ids: list[str] = []  # when nobody had them
         self.owners: dict[tuple[int, ...], Job] = {}
         self.log: list[Entry] = []
         self.told: list[str] = []
@@ -172,6 +175,20 @@ class EngineHarness:
         """Those who wait for the end of an unload."""
         unloaders = [model.unloader for model in self.all_models]
         return [unloader for unloader in unloaders if unloader is not None and not unloader.done]
+
+    @property
+    def roomy(self) -> list[LoadedModel]:
+        """The models where nobody waits and more than one permit is free."""
+        open_ones = [model for model in self.models if not model.failed and not model.admission.waiting]
+        return [m for m in open_ones if m.admission.used("") + 1 < m.admission.caps.get("", m.admission.parallel)]
+
+    @property
+    def anybody(self) -> list[Job]:
+        """All that live; the more often, the more depends on them."""
+        tickets = [ticket for model in self.models if not model.failed for ticket in model.admission.blockers]
+        blocking = [job for job in self.live if job.state == "waiting" and job.ticket in tickets]
+        running = [job for job in self.live if job.state == "running"]
+        return self.live + running * 3 + blocking * 3
 
     @property
     def held(self) -> list[Job]:
@@ -229,6 +246,7 @@ class EngineHarness:
                 context_size=load.parallel * load.window,
                 seconds_per_step=load.seconds_per_step,
                 seconds_to_load=load.seconds_to_load,
+                end_every=load.end_every,
                 stall_timeout=load.stall_timeout,
                 policy=policy,
             )
@@ -271,10 +289,12 @@ class EngineHarness:
     def _submit(self, asks: Iterable[tuple[Ask, LoadedModel]]) -> None:
         def submit() -> None:
             for ask, model in asks:
-                job = self._job(ask, model)
-                self._start(job, lambda job=job: self._call(job))  # type: ignore[misc]
+                self._start_call(self._job(ask, model))
 
         self._do(submit)
+
+    def _start_call(self, job: Job) -> None:
+        self._start(job, lambda: self._call(job))
 
     def _job(self, ask: Ask, model: LoadedModel) -> Job:
         number = next(self.numbers)
@@ -284,7 +304,7 @@ class EngineHarness:
         if timeout is not None:
             # No two waits are over in the same instant: in which order they end is not for the contract to say.
             ask = attrs.evolve(ask, queue_timeout=timeout + number / 2**30)
-        request_id = {"fresh": f"r{number}", "minted": None, "known": self.known_ids[-1 - number % len(self.known_ids)]}
+        ids = {"fresh": f"r{number}", "minted": None, "known": self._known_id(number)}
         room = model.decoder.window - 4
         prompts = tuple(
             (number // 200, number % 200, index, *(prompt.rest if prompt.overlong else prompt.rest[:room]))
@@ -295,7 +315,7 @@ class EngineHarness:
             ask=ask,
             operation=OPERATIONS[ask.kind],
             on=model,
-            id=request_id[ask.name],
+            id=ids[ask.name],
             prompts=prompts,
             orders=trio.Event(),
             leave=trio.Event(),
@@ -306,6 +326,11 @@ class EngineHarness:
         self.jobs.append(job)
         self.model.jobs.append(job)
         return job
+
+    def _known_id(self, number: int) -> str:
+        """One that was cancelled when nobody had it, or one that somebody has or has had."""
+        known = self.cancelled_ids if number % 2 and self.cancelled_ids else self.known_ids
+        return known[-1 - number // 2 % min(3, len(known))]
 
     def _arrives_with_others(self, model: LoadedModel) -> bool:
         return any(job.on is model and job.arrived_at == self.run.now for job in self.jobs)
@@ -478,12 +503,26 @@ class EngineHarness:
 
         self._do(cancel_all)
 
+    @staticmethod
+    def _cancel_scope(job: Job) -> None:
+        assert job.task is not None
+        job.scope_cancelled = True
+        job.task.scope.cancel()
+
+    def take_the_caller_along(self, request_id: str) -> None:
+        """C6: the caller's own cancel comes in the instant in which the outcome does."""
+        for job in self.jobs:
+            if job.id == request_id and job.caller_dies_with_it and job.caller == "inside":
+                self._cancel_scope(job)
+
     def _cancel(self, request_id: str) -> None:
         self._do(self._cancel_inside, request_id)
 
     def _cancel_inside(self, request_id: str) -> None:
         reason = f"for reason {len(self.told)}"
         reached = self.model.cancel(request_id, reason, self.run.now)
+        if not reached:
+            self.cancelled_ids.append(request_id)
         count = self.engine.cancel(request_id, reason)
         # What a model's common scope still holds of those that are being cancelled is not for the contract to count.
         fewest = sum(job.doom == reason for job in reached) if len(reached) > 1 else len(reached)

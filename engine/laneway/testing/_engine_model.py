@@ -168,6 +168,8 @@ class Job:
     iteration_error: BaseException | None = None
     scope_cancelled: bool = False
     """The machine has cancelled the caller's own scope."""
+    caller_dies_with_it: bool = False
+    """The machine cancels the caller's own scope in the instant in which the request ends."""
     left_at: float = 0.0
     owes_failure: bool = False
     """Its caller leaves the block, and nobody has seen the failure that it ended with (R4)."""
@@ -569,7 +571,7 @@ class EngineModel:
 
     def _on_ended(self, entry: Entry, record: laneway.RequestRecord) -> None:
         if self._is_arriving(record):
-            self._ended_on_arrival(record)
+            self._ended_on_arrival(record, entry.now)
             return
         job = self._live_job(record)
         before = job.state
@@ -580,11 +582,8 @@ class EngineModel:
         outcome = record.outcome
         assert outcome in expected, f"C6: {job} ended as {outcome}, should be {expected}: {record.error}"
         assert outcome is not None
-        assert job.id is not None
         job.state, job.ended_at, job.settled = outcome, entry.now, True
-        self._forget(entry.now)
-        self.ended.pop(job.id, None)
-        self.ended[job.id] = entry.now
+        self._remember_end(record.request_id, entry.now)
         if job.operation.scope is laneway.Scope.MODEL:
             self._doom_the_unheard(job, entry.now)
         if self.collapsed:
@@ -612,12 +611,13 @@ class EngineModel:
         timed_out = job.queue_deadline is not None and job.queue_deadline <= now
         return {*["failed"] * job.on.failed, *["rejected"] * timed_out}
 
-    def _ended_on_arrival(self, record: laneway.RequestRecord) -> None:
+    def _ended_on_arrival(self, record: laneway.RequestRecord, now: float) -> None:
         job, self._arriving = self._arriving, None
         assert job is not None
         assert job.refusal is not None, f"{job} was refused ({record.error}), should not be"
         expected = "rejected" if job.refusal[0] is laneway.RequestRejectedByPolicyError else "cancelled"
         assert record.outcome == expected, f"{job}: {record.outcome}, should be {expected}"
+        self._remember_end(record.request_id, now)
 
     def _on_refused(self, entry: Entry, job: Job, error: BaseException) -> None:
         """Entering the block has raised."""
@@ -861,6 +861,12 @@ class EngineModel:
         job = self.by_id(record.request_id)
         assert job is not None, f"{record.request_id} is {record.state}, and there is no such request"
         return job
+
+    def _remember_end(self, request_id: str, now: float) -> None:
+        """C5: it came and has ended, so a cancel that comes now is too late for it and means no other."""
+        self._forget(now)
+        self.ended.pop(request_id, None)
+        self.ended[request_id] = now
 
     def _forget(self, now: float) -> None:
         for remembered in (self.armed, self.ended):
