@@ -11,6 +11,7 @@ Everything here blocks, and none of it belongs on the event loop.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
 import sys
@@ -68,6 +69,8 @@ class Search:
     length_penalty: float = 1.0
     longest: int = 256
     """Pieces of one translation."""
+    scores: bool = False
+    """Ask for them: a few hundredths of the time."""
 
     @property
     def greedy(self) -> bool:
@@ -77,7 +80,7 @@ class Search:
 
 @attrs.frozen
 class Hypothesis:
-    """One translation in pieces, without prefix and end token; ``score`` is CTranslate2's own.
+    """One translation in pieces, without prefix and end token; ``score`` is CTranslate2's own, 0.0 unless asked for.
 
     ``whole`` is False if the model had not come to an end at the longest length.
     """
@@ -120,6 +123,7 @@ class Worker:
         config = _config(files)
         self._end = config.get("eos_token", "</s>")
         self._vmap = "vmap.txt" in files
+        self._kept_threads: set[int] = set()
         self._idle = threading.Condition()
         self._running = 0
         self._closed = False
@@ -174,7 +178,7 @@ class Worker:
             max_input_length=0,  # nothing is cut off unseen: what is too long has been cut up before
             max_decoding_length=search.longest,
             return_end_token=True,
-            return_scores=True,
+            return_scores=search.scores,
             replace_unknowns=True,
             use_vmap=self._vmap,
             **options,
@@ -182,15 +186,21 @@ class Worker:
         return [
             [
                 self._hypothesis(pieces[len(prefix) :], score)
-                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
+                for pieces, score in zip(
+                    result.hypotheses, result.scores or [0.0] * len(result.hypotheses), strict=True
+                )
             ]
             for result in results
         ]
 
     def _callback(self, stop: threading.Event, prefix: int, on_token: OnToken | None) -> Callable[[Any], bool]:
-        closing, end = self, self._end
+        closing, end, kept = self, self._end, self._kept_threads
 
         def after_token(step: Any) -> bool:
+            thread = threading.get_ident()
+            if thread not in kept:
+                kept.add(thread)
+                _keep_thread_state()
             if on_token is not None and step.step >= prefix and step.token != end:
                 on_token(step.batch_id, step.token)
             return stop.is_set() or closing._closed
@@ -222,6 +232,17 @@ def _config(files: Mapping[str, bytes]) -> dict[str, Any]:
     except ValueError:
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def _keep_thread_state() -> None:
+    """Let the calling thread, which is not one of Python's, keep what Python knows of it between two callbacks.
+
+    Without this it is made and thrown away for each token: 11 us instead of 1.4, a fifth of the time of a small model.
+    It is a few hundred bytes for each thread of a translator, which the interpreter frees at its end.
+    """
+    api = getattr(ctypes, "pythonapi", None)
+    if api is not None:
+        api.PyGILState_Ensure()
 
 
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()

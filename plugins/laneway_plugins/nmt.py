@@ -61,9 +61,11 @@ BEAM_BATCH = 8
 GREEDY_BATCH = 32
 """The same of greedy search, which a cancel stops after a token."""
 WINDOW = 64
-"""Sentences among which those of like length are put together."""
+"""Sentences of a stream among which those of like length are put together."""
 FIRST_WINDOW = 8
 """The same of the first, so that a stream begins soon."""
+WHOLE_WINDOW = 1024
+"""The same where nobody reads along."""
 
 
 # Requests.
@@ -78,6 +80,7 @@ class NmtFields(TypedDict, total=False):
     scores: bool
     alternatives: int
     length_penalty: float
+    streamed: bool
 
 
 def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
@@ -110,6 +113,9 @@ class NmtRequest:
     """Further translations of each text; they need a beam of one more, which is then taken."""
     length_penalty: float = attrs.field(default=1.0, kw_only=True, validator=number(0, 10))
     """The power of the length that scores are divided by."""
+    streamed: bool = attrs.field(default=True, kw_only=True, validator=of_type(bool))
+    """False: text is shown a sentence at a time and in no certain order of items, which saves a tenth of the time and
+    more with small models."""
 
     @property
     def items(self) -> tuple[str, ...]:
@@ -195,6 +201,7 @@ async def translate_details(
     model: Model, texts: str | Iterable[str], *, request_id: str | None = None, **fields: Unpack[NmtFields]
 ) -> NmtResult:
     """Translate, and return everything that is known of it.  The parameters are those of :func:`stream`."""
+    fields = {"streamed": False, **fields}
     async with stream(model, texts, request_id=request_id, **fields) as run:
         result: NmtResult = await run.result()
     return result
@@ -339,7 +346,10 @@ class _Translating:
         request = job.request
         beam = max(request.beam_size, request.alternatives + 1)
         self._search = Search(
-            beam_size=beam, hypotheses=request.alternatives + 1, length_penalty=request.length_penalty
+            beam_size=beam,
+            hypotheses=request.alternatives + 1,
+            length_penalty=request.length_penalty,
+            scores=request.scores,
         )
         self._single = isinstance(request.texts, str)
         self._items: list[_Item] = []
@@ -364,7 +374,8 @@ class _Translating:
         self._total = len(places)
         for index in range(len(self._items)):
             self._deliver(index)
-        for window in _windows(places):
+        first, later = (FIRST_WINDOW, WINDOW) if request.streamed else (WHOLE_WINDOW, WHOLE_WINDOW)
+        for window in _windows(places, first, later):
             await self._translate_window(window)
         return NmtResult(
             tuple(self._translation(item) for item in self._items), self._job.route, self._stats(self._items)
@@ -467,7 +478,8 @@ class _Translating:
             for batch in batches:
                 await self._run_batch(hop, batch, search, finished, grown)
 
-        await _several(some, min(self._job.service.workers, -(-len(works) // size)))
+        # One more than there are workers: it waits for its turn while the others' results are put in their places.
+        await _several(some, min(self._job.service.workers + 1, -(-len(works) // size)))
 
     async def _run_batch(
         self,
@@ -478,7 +490,7 @@ class _Translating:
         grown: Callable[[_Work, list[str]], None] | None,
     ) -> None:
         feed = None
-        if search.greedy and grown is not None:
+        if search.greedy and grown is not None and self._job.request.streamed:
             feed = _Feed([functools.partial(grown, work) for work in batch])
 
         def call(stop: threading.Event) -> list[list[Hypothesis]]:
@@ -617,11 +629,11 @@ async def _several(work: Callable[[], Awaitable[None]], count: int) -> None:
         raise errors[0]
 
 
-def _windows(places: Sequence[_Place]) -> Iterator[Sequence[_Place]]:
-    start, size = 0, FIRST_WINDOW
+def _windows(places: Sequence[_Place], first: int, later: int) -> Iterator[Sequence[_Place]]:
+    start, size = 0, first
     while start < len(places):
         yield places[start : start + size]
-        start, size = start + size, WINDOW
+        start, size = start + size, later
 
 
 def _split_all(texts: Sequence[str], language: str) -> list[list[Part]]:

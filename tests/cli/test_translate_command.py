@@ -115,7 +115,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     for number, pair in enumerate(("fr-en", "en-de")):
         model = make_model(tmp_path_factory.mktemp("models") / pair, seed=10 + number)
-        make_package(folder / f"{pair}.argosmodel", *pair.split("-"), model)
+        make_package(folder / f"{pair}.argosmodel", pair, model)
     return folder
 
 

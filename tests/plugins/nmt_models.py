@@ -124,15 +124,15 @@ def make_sentencepiece(text: Sequence[str], size: int = 120) -> bytes:
 
 def make_package(
     path: Path,
-    source: str,
-    target: str,
+    pair: str,
     model: Path,
     *,
     metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
     root: str | None = None,
 ) -> Path:
-    """Write an Argos package of a model directory."""
+    """Write an Argos package of a model directory; ``pair`` is as in ``en-de``."""
+    source, target = pair.split("-")
     folder = f"translate-{source}_{target}-1_0/" if root is None else root
     described = {"from_code": source, "to_code": target, "package_version": "1.0", **(metadata or {})}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -58,7 +58,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     for number, pair in enumerate(("fr-en", "en-de", "de-ja")):
         model = make_model(tmp_path_factory.mktemp("models") / pair, seed=10 + number)
-        make_package(folder / f"{pair}.argosmodel", *pair.split("-"), model)
+        make_package(folder / f"{pair}.argosmodel", pair, model)
     return folder
 
 
@@ -324,7 +324,7 @@ async def test_sentencepiece_and_characters(tmp_path: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
     pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
     model = make_model(tmp_path / "m", [piece for piece in pieces if not piece.startswith("<")])
-    path = make_package(tmp_path / "x.argosmodel", "en", "de", model, files={"sentencepiece.model": proto})
+    path = make_package(tmp_path / "x.argosmodel", "en-de", model, files={"sentencepiece.model": proto})
     async with loaded(path) as translator:
         text = await nmt.translate(translator, "the cat sat. the dog\n")
         assert "▁" not in text

@@ -203,7 +203,8 @@ def test_directories(tmp_path: Path) -> None:
     (pair,) = find_pairs(bare)
     assert (pair.source, pair.target) == ("", "")
     files = read_files(pair)
-    assert (files.tokens, files.source_vocabulary) == ("characters", {"<s>", "a", "b"})
+    assert files.tokens == "characters"
+    assert files.source_vocabulary == {"<s>", "a", "b"}
     assert all(map(is_translation_source, (root, inner, inner / "model", bare, root / "fr_en.argosmodel")))
     assert not is_translation_source(tmp_path)
     assert not is_translation_source(root / "notes.txt")

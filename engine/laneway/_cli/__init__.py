@@ -57,7 +57,9 @@ CORE_COMMANDS: dict[str, CoreCommand] = {
     "plugins": CoreCommand("laneway._cli._plugins", "plugins", "List the plugins, and what is wrong with broken ones."),
     "pull": CoreCommand("laneway._cli._pull", "pull", "Fetch the model NAME, check it, and keep it in the cache."),
     "run": CoreCommand("laneway._cli._run", "run", "Answer each PROMPT with MODEL, streamed."),
-    "translate": CoreCommand("laneway._cli._translate", "translate", "Translate FILE, or standard input, with MODEL."),
+    "translate": CoreCommand(
+        "laneway._cli._translate", "translate", "Translate FILE, or standard input, with MODEL, line by line."
+    ),
 }
 
 
