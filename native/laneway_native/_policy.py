@@ -14,6 +14,10 @@ KvMode = Literal["split", "unified"]
 MOST_SCORE_BYTES = 512 * 2**20
 """Memory that attention scores may take before flash attention, which never stores them, is worth its price."""
 
+MOST_UNIFIED_CELLS = 65_536
+"""Cells that are kept in one stream by choice.  The mask of a chunk of 512 tokens has a value for each of them: 64 MiB
+here, written anew for each chunk."""
+
 
 def plan(
     *,
@@ -34,6 +38,17 @@ def plan(
     and ``flash_attention`` are the caller's wishes, None leaves the choice to the rules; ``most_tokens`` is the most
     that one call takes.
 
+    ``own_kernel``: the attention of :mod:`laneway_native` takes this model's heads and cells.
+
+    With it, unified cells and flash attention.  A row costs what it sees, wherever that lies, so any slots can be in
+    use, prefixes can be shared, and nothing is lost: 8 sequences of 2,000 tokens take 99 ms a step unified and 97 ms
+    split, one of them beside 7 idle ones 13.6 and 13.4 ms, a chunk of 512 tokens beside those 796 and 813 ms.  Whole
+    jobs of 160 tokens of prompt and 32 to 64 of answer, over the fastest that llama.cpp's own attention allows, for 1,
+    4, 8, 16 and 32 sequences: 1.21, 1.16, 1.33, 1.37 and 1.25 unified, 1.22, 1.20, 1.34, 1.31 and 1.30 split, which
+    differ by chance (processor time, one thread).  Beyond ``MOST_UNIFIED_CELLS`` each slot has cells of its own again.
+
+    Without it, on a CPU:
+
     KV mode.  *Split* gives every slot cells of its own, so a row of attention scans its own sequence alone; *unified*
     keeps all cells in one stream, where every row scans what all sequences use: 8 sequences of 500 tokens take 45 ms a
     step split and 89 ms unified, of 2,000 tokens 119 ms and 350 ms (one thread).  Split is fast only while the slots in
@@ -46,9 +61,9 @@ def plan(
     is faster without.  So it is off on a CPU until the scores of one chunk against the whole window would take too much
     memory.  Quantised cells need it, and on a GPU it is the faster way.
     """
-    kernel_wanted = own_kernel and flash_attention is not False
     if kv_mode is None:
-        unified = slots == 1 or kernel_wanted
+        any_order = own_kernel and flash_attention is not False and slots * window <= MOST_UNIFIED_CELLS
+        unified = slots == 1 or any_order
     else:
         unified = kv_mode == "unified"
     chunk_max = min(512, most_tokens)

@@ -28,6 +28,8 @@ from laneway_native import plan
         # With the kernel of our own a row costs what it sees, wherever that lies.
         ({"slots": 4, "window": 512, "own_kernel": True}, True, True),
         ({"slots": 1, "window": 512, "own_kernel": True}, True, True),
+        ({"slots": 4, "window": 16384, "own_kernel": True}, True, True),
+        ({"slots": 4, "window": 16385, "own_kernel": True}, False, True),
         ({"slots": 4, "window": 512, "own_kernel": True, "kv_mode": "split"}, False, True),
         ({"slots": 4, "window": 512, "own_kernel": True, "flash_attention": False}, False, False),
         # Wishes are granted.
