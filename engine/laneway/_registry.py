@@ -231,6 +231,8 @@ class Registry:
         try:
             with request.scope:
                 await self._wait_turn(request)
+                # Granted and cancelled in one instant: what its handler would do until it noticed is not wanted.
+                await trio.lowlevel.checkpoint_if_cancelled()
                 self._watch_stalls(request)
                 result = await self._handle(request, context)
                 completed = True

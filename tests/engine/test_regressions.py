@@ -120,6 +120,33 @@ async def test_C3_a_common_cancel_grants_nobody_that_it_cancels(autojump_clock: 
     assert started == ["runs"]
 
 
+async def test_C7_who_is_cancelled_when_granted_does_not_begin(autojump_clock: trio.testing.MockClock) -> None:
+    begun = []
+    victims: list[str] = []
+
+    async def note(ctx: laneway.RequestContext) -> None:
+        begun.append(ctx.request_id)
+        await trio.sleep_forever()
+
+    class Observer:
+        @laneway.hookimpl
+        def laneway_request_admitted(self, record: laneway.RequestRecord) -> None:
+            if record.request_id in victims:
+                b.engine.cancel(record.request_id)
+
+    async with bench(parallel=1, plugins=[Observer()]) as b, trio.open_nursery() as nursery:
+        victims += ["at once", "later"]
+        nursery.start_soon(_hold, b, "body", Body(note), "at once")
+        await trio.testing.wait_all_tasks_blocked()
+        async with b.run("body", Body(forever)) as runs:
+            nursery.start_soon(_hold, b, "body", Body(note), "later")
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(b.lane().waiting) == 1
+        assert runs.state == "cancelled"
+    assert begun == []
+    b.loader.assert_idle()
+
+
 async def test_C9_a_request_leaves_with_all_its_sequences_at_once(autojump_clock: trio.testing.MockClock) -> None:
     """Nested blocks are left one inside the other; a long step that they all leave is cut short all the same."""
 
