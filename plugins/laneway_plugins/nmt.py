@@ -58,6 +58,8 @@ from laneway_plugins._nmt_worker import Hypothesis, MissingExtraError, Search, i
 
 BEAM_BATCH = 8
 """Chunks that beam search translates at a time: a cancel waits for them."""
+BEAM_PIECES = 320
+"""And pieces of these together: fewer chunks if they are long, lest a cancel wait much longer for them."""
 GREEDY_BATCH = 32
 """The same of greedy search, which a cancel stops after a token."""
 WINDOW = 64
@@ -320,7 +322,7 @@ class _Text:
 
 
 @attrs.frozen
-class _Work:
+class Work:
     """One chunk on its way through one model: ``place`` and ``chunk`` count within the window and the sentence."""
 
     place: int
@@ -394,7 +396,7 @@ class _Translating:
         cut = await self._cut(hop, window, texts, first=first, spaced=_spaced(hop.pair.target))
         made: dict[tuple[int, int], str] = {}
 
-        def finished(work: _Work, hypotheses: list[Hypothesis]) -> None:
+        def finished(work: Work, hypotheses: list[Hypothesis]) -> None:
             best = hypotheses[0]
             self._count(window[work.place].item, best)
             made[work.place, work.chunk] = hop.pieces.text(best.pieces)
@@ -424,7 +426,7 @@ class _Translating:
                 item.assembly.finish(place.number, 0, text)
                 self._end_sentence(place)
 
-        def finished(work: _Work, hypotheses: list[Hypothesis]) -> None:
+        def finished(work: Work, hypotheses: list[Hypothesis]) -> None:
             place = window[work.place]
             item = self._items[place.item]
             made = [_Text(hop.pieces.text(one.pieces), one.score) for one in hypotheses]
@@ -437,7 +439,7 @@ class _Translating:
             else:
                 self._end_sentence(place)
 
-        def grown(work: _Work, so_far: list[str]) -> None:
+        def grown(work: Work, so_far: list[str]) -> None:
             text = growing_text(hop.pieces, so_far)
             if text is not None:
                 place = window[work.place]
@@ -460,11 +462,11 @@ class _Translating:
         hop: OpenPair,
         cut: Sequence[list[Chunk] | None],
         search: Search,
-        finished: Callable[[_Work, list[Hypothesis]], None],
-        grown: Callable[[_Work, list[str]], None] | None = None,
+        finished: Callable[[Work, list[Hypothesis]], None],
+        grown: Callable[[Work, list[str]], None] | None = None,
     ) -> None:
         works = [
-            _Work(place, number, chunk.pieces)
+            Work(place, number, chunk.pieces)
             for place, chunks in enumerate(cut)
             for number, chunk in enumerate(chunks or ())
         ]
@@ -472,22 +474,23 @@ class _Translating:
         if len(works) > size:
             # What is of one length wastes no steps on the others' ends.
             works.sort(key=lambda work: len(work.pieces))
-        batches = iter([works[start : start + size] for start in range(0, len(works), size)])
+        batches = batched(works, size, None if search.greedy else BEAM_PIECES)
+        line = iter(batches)
 
         async def some() -> None:
-            for batch in batches:
+            for batch in line:
                 await self._run_batch(hop, batch, search, finished, grown)
 
         # One more than there are workers: it waits for its turn while the others' results are put in their places.
-        await _several(some, min(self._job.service.workers + 1, -(-len(works) // size)))
+        await _several(some, min(self._job.service.workers + 1, len(batches)))
 
     async def _run_batch(
         self,
         hop: OpenPair,
-        batch: Sequence[_Work],
+        batch: Sequence[Work],
         search: Search,
-        finished: Callable[[_Work, list[Hypothesis]], None],
-        grown: Callable[[_Work, list[str]], None] | None,
+        finished: Callable[[Work, list[Hypothesis]], None],
+        grown: Callable[[Work, list[str]], None] | None,
     ) -> None:
         feed = None
         if search.greedy and grown is not None and self._job.request.streamed:
@@ -627,6 +630,20 @@ async def _several(work: Callable[[], Awaitable[None]], count: int) -> None:
             nursery.start_soon(one)
     if errors:
         raise errors[0]
+
+
+def batched(works: Sequence[Work], size: int, pieces: int | None) -> list[Sequence[Work]]:
+    """Cut ``works`` into batches of at most ``size``, and of at most ``pieces`` pieces unless one alone has more."""
+    batches: list[Sequence[Work]] = []
+    start = held = 0
+    for end, work in enumerate(works):
+        held += len(work.pieces)
+        if end > start and (end - start == size or (pieces is not None and held > pieces)):
+            batches.append(works[start:end])
+            start, held = end, len(work.pieces)
+    if start < len(works):
+        batches.append(works[start:])
+    return batches
 
 
 def _windows(places: Sequence[_Place], first: int, later: int) -> Iterator[Sequence[_Place]]:

@@ -445,6 +445,26 @@ async def test_C1_beam_search_stops_between_batches(words: Path, monkeypatch: py
         assert all(len(made) <= nmt.BEAM_BATCH for made in spy.results)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "pieces", "counts"),
+    [
+        ([], 10, []),
+        ([1] * 17, None, [8, 8, 1]),
+        ([1] * 17, 100, [8, 8, 1]),
+        ([4, 4, 4, 4], 10, [2, 2]),
+        ([20, 20, 1, 1], 10, [1, 1, 2]),
+        ([5, 5, 5], 10, [2, 1]),
+    ],
+)
+def test_micro_batches_are_small_by_number_and_by_length(
+    lengths: list[int], pieces: int | None, counts: list[int]
+) -> None:
+    works = [nmt.Work(index, 0, ("x",) * length) for index, length in enumerate(lengths)]
+    batches = nmt.batched(works, 8, pieces)
+    assert [len(batch) for batch in batches] == counts
+    assert [work for batch in batches for work in batch] == works
+
+
 async def test_C1_a_deadline_of_the_caller_holds_and_leaves_nothing_running(
     endless: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
