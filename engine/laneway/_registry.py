@@ -156,6 +156,7 @@ class Registry:
     def _end_on_arrival(self, request: Request, happening: Happening) -> NoReturn:
         """A request that was never live: observers hear of its end alone."""
         request.ended_at = request.arrived_at
+        self._remember_end(request.id, request.arrived_at)
         self._advance(request, happening)
         self._tell(request, self._host.notify_ended)
         assert request.error is not None

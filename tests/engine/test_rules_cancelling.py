@@ -281,6 +281,26 @@ async def test_C5_an_id_that_lives_or_has_just_ended_arms_nothing(autojump_clock
             await run.result()
 
 
+@pytest.mark.parametrize("how", ["cancelled before it began", "refused"])
+async def test_C5_an_id_that_ended_on_its_arrival_arms_nothing(
+    how: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with bench(parallel=2) as b:
+        if how == "refused":
+            async with b.run("writer", Body(forever)):
+                with pytest.raises(laneway.RequestRejectedByPolicyError):
+                    async with b.run("generate", Generate(PROMPT), request_id="x", overflow="reject"):
+                        pytest.fail("entered")
+        else:
+            b.engine.cancel("x")
+            with pytest.raises(laneway.InferenceCancelledError):
+                async with b.run("generate", Generate(PROMPT), request_id="x"):
+                    pytest.fail("entered")
+        assert b.engine.cancel("x") == 0
+        async with b.run("generate", Generate(PROMPT, 1), request_id="x") as run:
+            await run.result()
+
+
 async def test_C6_the_error_holds_what_had_been_made(autojump_clock: trio.testing.MockClock) -> None:
     async with bench(parallel=1) as b, b.run("generate", Generate(PROMPT, None), request_id="mine") as run:
         await trio.sleep(1.05)
