@@ -11,3 +11,5 @@ __all__ = ["ffi", "lib"]
 
 # Backends that are loaded at run time, if the build has any, lie beside the module.
 lib.laneway_start(os.fsencode(os.path.dirname(_llama.__file__)))
+if os.environ.get("LANEWAY_ATTENTION") == "0":
+    lib.laneway_attention(0)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -186,6 +189,14 @@ def test_the_switch() -> None:
     finally:
         assert use_attention_kernel(True)
     assert attention_kernel()
+
+
+@pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), ("", True)])
+def test_the_environment_turns_it_off(value: str, on: bool) -> None:
+    program = "import laneway_native; print(laneway_native.attention_kernel())"
+    environment = {**os.environ, "LANEWAY_ATTENTION": value}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == str(on)
 
 
 @pytest.mark.parametrize("kv_mode", ["split", "unified"])
