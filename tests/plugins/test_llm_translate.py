@@ -26,6 +26,7 @@ from laneway_plugins._language_detection import detect_language
 from laneway_plugins._languages import find_language
 from laneway_plugins._translation_forms import form_for
 from laneway_plugins.llm_translate import PromptForm, Trimmed, UndeterminedLanguageError, Wanted
+from tests.docs.pages import DOCS, load
 from tests.plugins.scripted import scripted
 
 ORDER = "Translate from German into English. Answer with the translation and nothing else."
@@ -311,3 +312,13 @@ def test_detection_of_real_sentences() -> None:
     for text in ("ok", "Tom", "123", ""):
         with pytest.raises(UndeterminedLanguageError):
             detect_language([text])
+
+
+async def test_the_programs_of_the_page_about_translating(autojump_clock: MockClock, forms: list[Any]) -> None:
+    page = load(DOCS / "examples" / "translating.py")
+    async with scripted(2, script=SCRIPT) as at:
+        morning, _, blank, _ = await page.translate_with_a_language_model(at.model)
+        assert (morning, blank) == ("Good morning", "")
+        forms.append(llm_translate.add_form(page.OURS))
+        assert form_for("ours-mt 2B", {}, chats=True) is page.OURS
+        assert page.ask(Wanted("Hallo", find_language("de", ""), find_language("zh-Hant", ""))) == "<2zh> Hallo"

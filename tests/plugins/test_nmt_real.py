@@ -12,6 +12,7 @@ import pytest
 import laneway
 from laneway import TextDelta
 from laneway_plugins import nmt
+from tests.docs.pages import DOCS, load
 from tests.plugins.nmt_models import SHARED, real_package
 
 ENGLISH_GERMAN = "translate-en_de.argosmodel"
@@ -122,3 +123,15 @@ async def test_characters_instead_of_sentencepiece() -> None:
     path = real_package("aren-transliteration-i8")
     async with loaded(path) as model:
         assert await nmt.translate(model, ["جورج", "", "جورج\n"]) == ["jorg", "", "jorg\n"]
+
+
+async def test_the_programs_of_the_page_about_translating(english_german: Path) -> None:
+    page = load(DOCS / "examples" / "translating.py")
+    async with laneway.open_engine() as engine:
+        morning, again, blank, how = await page.translate_with_a_translation_model(engine, english_german)
+        assert "Morgen" in morning
+        assert "Morgen" in again
+        assert (blank, how) == ("", "Wie geht es dir?")
+        assert "Bahnhof" in await page.go_over_english(engine, real_package(FRENCH_ENGLISH), english_german)
+        bare = await page.load_a_bare_model(engine, real_package("aren-transliteration-i8"))
+        assert bare.metadata["pairs"] == "en to de"
