@@ -6,8 +6,10 @@ runs it, hands the result to :meth:`Scheduler.postprocess` and carries out what 
 
 The policy:
 
-- Decoding comes first.  A step is one token of every decoding sequence, or one chunk of one prompt, and never more than
-  one chunk lies between two decode steps; nor, while a prompt is pending, more than one decode step between two chunks.
+- Decoding comes first.  A step is one token of every decoding sequence, or one chunk of one prompt.  Between two decode
+  steps lies one chunk; nor, while a prompt is pending, does more than one decode step lie between two chunks.
+- But a burst of short prompts is taken in together: while many begin and few go on, prompts of one chunk follow each
+  other for as long as an idle decoder may be busy with one.  A decode step that few sequences share is dear.
 - Prompts take turns, a chunk each, in ``(ticket, index)`` order (rule A15).  Chunks are sized by time (rule C9).
 - A free slot goes to the request that holds the fewest, then to the older one, inside it in input order (rule A15).
 - Prompt and answer together never exceed the window (rule A10).  The last token of an answer needs no cell.
@@ -164,6 +166,7 @@ class Scheduler:
         self._gaps = False  # whether _streams has gaps that the policy was not asked about yet
         self._last_prompt = (-1, -1)  # key of the prompt that had the last chunk
         self._chunk_was_last = False
+        self._intake = 0.0  # seconds of the chunks since the last decode step
         self._rate: float | None = None  # prefill tokens a second, see _learn
 
     def __repr__(self) -> str:
@@ -250,10 +253,12 @@ class Scheduler:
         """
         opens = self._give_slots()
         self._refresh()
-        if self._streams and (self._chunk_was_last or not self._prefilling):
-            return self._decode_step(opens)
         if self._prefilling:
-            return self._prefill_step(opens)
+            sequence, size = self._next_chunk()
+            if not self._streams or not self._chunk_was_last or self._burst_goes_on(sequence, size):
+                return self._prefill_step(opens, sequence, size)
+        if self._streams:
+            return self._decode_step(opens)
         return None
 
     def postprocess(self, step: Step, result: StepResult) -> list[Output]:
@@ -330,20 +335,32 @@ class Scheduler:
 
     def _decode_step(self, opens: tuple[Sequence, ...]) -> Step:
         self._chunk_was_last = False
+        self._intake = 0.0
         moves = self._close_gaps()
         streams = self._streams
         chunks = tuple([Chunk(slot, sequence.computed, (sequence.output[-1],), True) for slot, sequence in streams])
         return Step(StepBatch(chunks, moves), tuple([sequence for _, sequence in streams]), opens, prefill=False)
 
-    def _prefill_step(self, opens: tuple[Sequence, ...]) -> Step:
+    def _prefill_step(self, opens: tuple[Sequence, ...], sequence: Sequence, size: int) -> Step:
         self._chunk_was_last = True
-        sequence = min(self._prefilling, key=self._turn)
         self._last_prompt = sequence.key
-        start, rate = sequence.computed, sequence.prefill_rate or self._rate
-        end = start + self._policy.chunk_size(len(sequence.prompt) - start, rate, len(self._streams))
+        start, end = sequence.computed, sequence.computed + size
         assert sequence.slot is not None
         chunk = Chunk(sequence.slot, start, sequence.prompt[start:end], end == len(sequence.prompt))
         return Step(StepBatch((chunk,)), (sequence,), opens, prefill=True)
+
+    def _next_chunk(self) -> tuple[Sequence, int]:
+        """The prompt whose turn it is, and how many of its tokens a chunk would take in."""
+        sequence = min(self._prefilling, key=self._turn)
+        remaining = len(sequence.prompt) - sequence.computed
+        rate = sequence.prefill_rate or self._rate
+        return sequence, self._policy.chunk_size(remaining, rate, len(self._streams))
+
+    def _burst_goes_on(self, sequence: Sequence, size: int) -> bool:
+        if self._rate is None or sequence.prefill_rate is not None or sequence.computed + size < len(sequence.prompt):
+            return False
+        seconds = self._intake + size / self._rate
+        return self._policy.takes_in_burst(len(self._prefilling), len(self._streams), seconds)
 
     def _turn(self, sequence: Sequence) -> tuple[bool, tuple[int, int]]:
         # Round robin: those after the one that had the last chunk, then from the beginning again.
@@ -393,6 +410,7 @@ class Scheduler:
     def _take_chunk(self, step: Step, result: StepResult) -> list[Output]:
         (chunk,), (sequence,) = step.batch.chunks, step.sequences
         sequence.computed += len(chunk.tokens)
+        self._intake += result.seconds
         self._learn(sequence, len(chunk.tokens), result.seconds)
         if not chunk.sample:
             return []

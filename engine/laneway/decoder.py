@@ -100,8 +100,10 @@ class BatchPolicy:
 
     ``contiguous``: a step is fast only if the slots of its decoding sequences are consecutive, so holes are filled by
     moving the last one (split KV).  ``chunk_target`` is the time, in seconds, that one prefill chunk may take while
-    others decode; ``idle_chunk_target`` the time while nobody does.  Chunk sizes, in tokens, are multiples of
-    ``chunk_quantum`` between ``chunk_min`` and ``chunk_max``; ``chunk_probe`` is the first one, before any was timed.
+    others decode; ``idle_chunk_target`` the time while nobody does, and that of a burst of short prompts altogether.
+    Chunk sizes, in tokens, are multiples of ``chunk_quantum`` between ``chunk_min`` and ``chunk_max``; ``chunk_probe``
+    is the first one, before any was timed.  A chunk may take ``chunk_overrun`` of its target more where that ends its
+    prompt: a short rest would cost a pass over all weights.
     """
 
     contiguous: bool = False
@@ -113,6 +115,7 @@ class BatchPolicy:
     chunk_min: int = 16
     chunk_max: int = 512
     chunk_probe: int = 32
+    chunk_overrun: float = 0.25
 
     def choose_slot(self, free: Collection[int]) -> int:
         """The slot for a new sequence: the lowest, so that the slots in use stay close together."""
@@ -136,8 +139,18 @@ class BatchPolicy:
             size = float(self.chunk_probe)
         else:
             size = rate * (self.chunk_target if streams else self.idle_chunk_target)
+        if rate is not None and remaining <= min(size * (1 + self.chunk_overrun), self.chunk_max):
+            return remaining
         size = min(max(size, self.chunk_min), self.chunk_max)
         return min(remaining, max(self.chunk_quantum, int(size) // self.chunk_quantum * self.chunk_quantum))
+
+    def takes_in_burst(self, prompts: int, streams: int, seconds: float) -> bool:
+        """Whether one more short prompt may be taken in before the next decode step.
+
+        ``prompts`` are pending and ``streams`` wait; ``seconds`` is what it would make of the intake since the last
+        decode step.
+        """
+        return 2 * prompts >= streams and seconds <= self.idle_chunk_target
 
 
 @attrs.frozen

@@ -200,6 +200,27 @@ def test_decode_steps_and_chunks_alternate_while_a_prompt_is_pending() -> None:
     assert kinds(bench, 9) == "PDPDPDPDD"
 
 
+def test_a_burst_of_short_prompts_is_taken_in_together() -> None:
+    bench = Bench(seq(1), slots=9)
+    assert kinds(bench, 2) == "PD"
+    for ticket in range(2, 10):
+        bench.scheduler.add(seq(ticket))
+    # Beside 7 streams there are 2 prompts left, fewer than half as many.
+    assert kinds(bench, 12) == "PPPPPPDPDPDD"
+
+
+def test_a_burst_ends_when_it_has_lasted_as_long_as_an_idle_chunk_may() -> None:
+    # Each of these prompts takes 0.01 s.
+    bench = Bench(*[seq(ticket) for ticket in range(12)], slots=12, policy=BatchPolicy(idle_chunk_target=0.035))
+    assert kinds(bench, 12) == "PPPDPPPDPPPD"
+
+
+def test_a_prompt_of_several_chunks_is_no_part_of_a_burst() -> None:
+    bench = Bench(seq(1), seq(2, prompt=64), seq(3), seq(4), policy=BatchPolicy(chunk_max=16))
+    # The long one waits for a decode step before each of its chunks; those after it follow it in a burst.
+    assert kinds(bench, 13) == "PDPPPDPDPDPDD"
+
+
 def test_a_prompt_pending_beside_idle_slots_has_every_step() -> None:
     assert kinds(Bench(seq(1, prompt=64), policy=BatchPolicy(chunk_max=16)), 5) == "PPPPD"
 
@@ -451,18 +472,28 @@ def test_C9_chunks_grow_to_the_target_and_never_beyond(overhead: float, per_toke
     assert n == policy.chunk_max or (n + quantum) * seconds / n > policy.chunk_target * 0.999999
 
 
-def test_C9_the_short_tail_of_a_prompt_does_not_spoil_the_next_one() -> None:
+def test_C9_a_short_prompt_does_not_spoil_the_next_one() -> None:
     machine = Machine(0.02, 0.0005)
-    bench = streaming(first := seq(1, prompt=964))
-    size, seconds = 0, 0.0
+    bench = streaming(first := seq(1, prompt=1000))
     while first.state is not SequenceState.DECODING:
-        ((size, seconds),) = chunks(bench, machine, 1)
-    assert (size, seconds) == (4, 0.022)
+        chunks(bench, machine, 1)
     bench.remove(first)
-    bench.scheduler.add(seq(2, prompt=4000))
+    bench.scheduler.add(short := seq(2, prompt=4))
+    assert chunks(bench, machine, 1) == [(4, 0.022)]
+    bench.remove(short)
+    bench.scheduler.add(seq(3, prompt=4000))
     ((size, seconds),) = chunks(bench, machine, 1)
     assert size >= 128
     assert seconds <= 0.1
+
+
+@pytest.mark.parametrize(("rest", "sizes"), [(160, [160]), (200, [200]), (201, [160, 41])])
+def test_C9_a_short_rest_of_a_prompt_is_taken_along(rest: int, sizes: list[int]) -> None:
+    # 160 tokens fill the target, and 200 exceed it by a quarter.
+    machine = Machine(0.0, 0.1 / 160)
+    bench = streaming(seq(1, prompt=32 + rest))
+    assert [n for n, _ in chunks(bench, machine, 1 + len(sizes))] == [32, *sizes]
+    assert kinds(bench, 2) == "DD"
 
 
 def test_C9_a_machine_that_becomes_slower_is_noticed_by_short_prompts_too() -> None:

@@ -118,6 +118,7 @@ class SchedulerRules(RuleBasedStateMachine):
         self.to_drop: set[int] = set()
         self.last_prompt = (-1, -1)
         self.last_was_chunk = False
+        self.intake = 0.0
 
     # What requests do, at any time
 
@@ -220,12 +221,15 @@ class SchedulerRules(RuleBasedStateMachine):
             assert job.sequence.slot == job.slot
             assert job.slot is not None
             self.decoder.open(job.slot, job)
-        # Neither streams nor prompts starve: where there are both, the two kinds of steps alternate.
+        # Neither streams nor prompts starve: where there are both, the two kinds of steps alternate, but for bursts.
         if self._streams() and self._pending():
-            assert step.prefill is not self.last_was_chunk
+            assert step.prefill or self.last_was_chunk
+            if step.prefill and self.last_was_chunk:
+                self._check_burst(step)
         else:
             assert step.prefill is bool(self._pending())
         self.last_was_chunk = step.prefill
+        self.intake = self.intake if step.prefill else 0.0
         before = {job.slot for job in self._live()}
         jobs = self.decoder.step(step.batch)
         assert jobs == [self.all[sequence] for sequence in step.sequences]
@@ -245,7 +249,9 @@ class SchedulerRules(RuleBasedStateMachine):
         result = StepResult({slot: tokens[at % len(tokens)] for at, slot in enumerate(sampled)}, seconds)
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
             self.all[sequence].cells.extend(chunk.tokens)
-            if not step.prefill:
+            if step.prefill:
+                self.intake += seconds
+            else:
                 self.all[sequence].together.append(len(step.sequences))
         outputs = self.scheduler.postprocess(step, result)
         assert [self.all[output.sequence].slot for output in outputs] == sampled
@@ -392,6 +398,14 @@ class SchedulerRules(RuleBasedStateMachine):
         assert chunk.sample is (end == len(prompt))
         assert len(chunk.tokens) <= self.policy.chunk_max
         assert chunk.sample or len(chunk.tokens) % self.policy.chunk_quantum == 0
+
+    def _check_burst(self, step: Step) -> None:
+        """A chunk that follows another although somebody waits for a decode step."""
+        (chunk,) = step.batch.chunks
+        assert chunk.sample
+        assert len(self.all[step.sequences[0]].cells) == chunk.position
+        assert 2 * len(self._pending()) >= len(self._streams())
+        assert self.intake < self.policy.idle_chunk_target
 
     def _check_decode(self, step: Step, jobs: list[Job]) -> None:
         assert jobs == self._streams()
