@@ -138,6 +138,7 @@ class EngineHarness:
         self.owners: dict[tuple[int, ...], Job] = {}
         self.log: list[Entry] = []
         self.told: list[str] = []
+        self.rounds = 0  # of something being done and judged
         self.numbers = itertools.count()
         self.loading: list[Loading] = []
         self.all_models: list[LoadedModel] = []
@@ -215,7 +216,7 @@ class EngineHarness:
         self.loader = ScriptedLoader()
         self.stop = trio.Event()
         self.model_tasks = 0
-        self.told_at_opening = len(self.told)
+        self.opened_at = self.rounds
         self.host = self.run.start(self._host)
         self.engine_tasks = self._tasks()
 
@@ -296,15 +297,17 @@ class EngineHarness:
     def _start_call(self, job: Job) -> None:
         self._start(job, lambda: self._call(job))
 
-    def _job(self, ask: Ask, model: LoadedModel) -> Job:
+    def _job(self, ask: Ask, model: LoadedModel, request_id: str | None = None) -> Job:
         number = next(self.numbers)
         timeout = ask.queue_timeout
-        if timeout is None and model.queue_timeout is not None and self._arrives_with_others(model):
+        # No two waits are over in the same instant: in which order they end is not for the contract to say.
+        if timeout is None and (ask.prepares or model.last_asked == self.run.now):
             timeout = model.queue_timeout
+        model.last_asked = self.run.now
         if timeout is not None:
-            # No two waits are over in the same instant: in which order they end is not for the contract to say.
             ask = attrs.evolve(ask, queue_timeout=timeout + number / 2**30)
-        ids = {"fresh": f"r{number}", "minted": None, "known": self._known_id(number)}
+        if request_id is None and ask.name == "fresh":
+            request_id = f"r{number}"
         room = model.decoder.window - 4
         prompts = tuple(
             (number // 200, number % 200, index, *(prompt.rest if prompt.overlong else prompt.rest[:room]))
@@ -315,7 +318,7 @@ class EngineHarness:
             ask=ask,
             operation=OPERATIONS[ask.kind],
             on=model,
-            id=ids[ask.name],
+            id=request_id,
             prompts=prompts,
             orders=trio.Event(),
             leave=trio.Event(),
@@ -326,14 +329,6 @@ class EngineHarness:
         self.jobs.append(job)
         self.model.jobs.append(job)
         return job
-
-    def _known_id(self, number: int) -> str:
-        """One that was cancelled when nobody had it, or one that somebody has or has had."""
-        known = self.cancelled_ids if number % 2 and self.cancelled_ids else self.known_ids
-        return known[-1 - number // 2 % min(3, len(known))]
-
-    def _arrives_with_others(self, model: LoadedModel) -> bool:
-        return any(job.on is model and job.arrived_at == self.run.now for job in self.jobs)
 
     def _start(self, job: Job, call: Callable[[], Any]) -> None:
         job.task = self.run.start_soon(call, name=f"caller of {job}")
@@ -519,7 +514,7 @@ class EngineHarness:
         self._do(self._cancel_inside, request_id)
 
     def _cancel_inside(self, request_id: str) -> None:
-        reason = f"for reason {len(self.told)}"
+        reason = f"for reason {self.rounds}"
         reached = self.model.cancel(request_id, reason, self.run.now)
         if not reached:
             self.cancelled_ids.append(request_id)
@@ -555,6 +550,7 @@ class EngineHarness:
     def _judge(self) -> None:
         """Everything is at rest: was it right?"""
         self.note("rest")
+        self.rounds += 1
         entries, self.log = self.log, []
         self.told += [str(entry) for entry in entries if entry.what != "rest"]
         for entry in entries:

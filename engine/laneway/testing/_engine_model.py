@@ -75,8 +75,8 @@ class Ask:
 
     kind: str = "shared"
     work: Work = Work(held=True)
-    name: Literal["fresh", "minted", "known"] = "fresh"
-    """The request's id: a new one, none, or one that others have used, use or have cancelled."""
+    name: Literal["fresh", "minted"] = "fresh"
+    """The request's id: a new one, or none."""
     keys: tuple[str, ...] = ()
     weight: int = 1
     overflow: Literal["reject", "queue"] | None = None
@@ -240,6 +240,8 @@ class LoadedModel:
     door: Literal["open", "unloading", "unloaded"] = "open"
     failed: bool = False
     unloader: GuestTask[Any] | None = None
+    last_asked: float = -1.0
+    """When the newest request was made."""
     steps: dict[int, frozenset[Job]] = attrs.field(factory=dict)
     """{number of a step that has begun: whose sequences are in it}."""
     drop_failure: int | None = None
@@ -298,6 +300,8 @@ class Entry:
 def _short(value: Any) -> str:
     if isinstance(value, laneway.RequestRecord):
         return f"{value.request_id} ({value.state}{f': {value.error}' if value.error else ''})"
+    if isinstance(value, frozenset):
+        return f"of {sorted(map(repr, value))}"
     return repr(value)
 
 
