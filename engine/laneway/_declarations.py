@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import attrs
 
 if TYPE_CHECKING:
-
     from laneway._events import Stats, TextDelta
     from laneway._model import Model
     from laneway._sources import ModelSource
