@@ -192,11 +192,10 @@ class DecodeLoop:
         self._sweep()
 
     async def _execute(self, step: Step) -> None:
-        now = trio.current_time()
         if step.prefill:
             tokens = self._streams[step.sequences[0]]
             if tokens.first_chunk_at is None:
-                tokens.first_chunk_at = now
+                tokens.first_chunk_at = trio.current_time()
         for sequence in step.opens:
             self._open(sequence)
         if step.prefill and step.sequences[0] not in self._streams:
@@ -235,9 +234,9 @@ class DecodeLoop:
         if not outputs:
             return
         now = trio.current_time()
-        self._tokens += len(outputs)
+        self._tokens += sum([output.tokens for output in outputs])
         # All of them first: a drop that fails takes from nobody what this step has made.
-        self._undelivered.extend((self._streams[output.sequence], output, now) for output in outputs)
+        self._undelivered.extend([(self._streams[output.sequence], output, now) for output in outputs])
         for output in outputs:
             if output.finish_reason is not None:
                 self._drop(output.slot_to_drop)

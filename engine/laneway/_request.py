@@ -75,7 +75,7 @@ class Request:
             return
         self.outbox.put(event)
         self.readable.unpark()
-        if self.paused_at is None and self.outbox.full:
+        if self.pausing and self.paused_at is None and self.outbox.full:
             self.paused_at = trio.current_time()
             self.stall_scope.deadline = self.paused_at + self.stall_timeout
             for tokens in self.streams:

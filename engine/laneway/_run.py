@@ -10,8 +10,6 @@ import trio
 from laneway._events import Done, Stats
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from laneway._events import StopReason
     from laneway._request import Request
 
@@ -68,7 +66,8 @@ class Run:
 
     async def __anext__(self) -> Any:
         request = self._request
-        with _Exclusive(self):
+        self._begin_reading()
+        try:
             if request.outbox or request.settled.is_set():
                 await trio.lowlevel.checkpoint()
             while not request.outbox:
@@ -82,16 +81,27 @@ class Run:
                     return self._done()
                 await request.readable.park()
             return request.get()
+        finally:
+            self._busy = False
 
     async def result(self) -> Any:
         """Wait for the end and return what the operation made.  Unread events are dropped.  May be called again."""
         request = self._request
-        with _Exclusive(self):
+        self._begin_reading()
+        try:
             request.discard()
             await request.settled.wait()
             await trio.lowlevel.checkpoint_if_cancelled()
             self._raise_error()
             return request.result
+        finally:
+            self._busy = False
+
+    def _begin_reading(self) -> None:
+        """Rule R5: a second task in the iteration or in ``result()`` is a mistake, and told so."""
+        if self._busy:
+            raise trio.BusyResourceError("another task is reading this run: one task iterates or awaits result()")
+        self._busy = True
 
     def _done(self) -> Done:
         result = self._request.result
@@ -111,25 +121,6 @@ class Run:
         if self._error_seen or not self._request.settled.is_set():
             return None
         return self._request.error
-
-
-class _Exclusive:
-    """Rule R5: a second task in the iteration or in ``result()`` is a mistake, and told so."""
-
-    __slots__ = ("_run",)
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        if self._run._busy:
-            raise trio.BusyResourceError("another task is reading this run: one task iterates or awaits result()")
-        self._run._busy = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._run._busy = False
 
 
 def collect_stats(request: Request) -> Stats:

@@ -13,6 +13,7 @@ The policy:
 - Prompts take turns, a chunk each, in ``(ticket, index)`` order (rule A15).  Chunks are sized by time (rule C9).
 - A free slot goes to the request that holds the fewest, then to the older one, inside it in input order (rule A15).
 - Prompt and answer together never exceed the window (rule A10).  The last token of an answer needs no cell.
+- Where steps are short a decode step makes several tokens of each stream, unless a prompt is pending.
 - Gaps between decoding slots are closed by moves where the backend's policy asks for it, once nobody waits for a slot.
 """
 
@@ -79,9 +80,9 @@ class Sequence:
         default=attrs.Factory(lambda self: TextAssembler(self.stop), takes_self=True), init=False, repr=False
     )
     decode_steps: int = attrs.field(default=0, init=False)
-    """Decode steps that it took part in."""
+    """Decode steps that it took part in, counting each round of a step."""
     concurrency_sum: int = attrs.field(default=0, init=False)
-    """Sum, over those steps, of the sequences in them."""
+    """Sum, over those, of the sequences in them."""
     room: int = attrs.field(default=0, init=False)
     """Tokens that the answer may have: the smaller of ``max_tokens`` and what the window leaves."""
     prefill_rate: float | None = attrs.field(default=None, init=False)
@@ -113,14 +114,15 @@ class Step:
 @final
 @attrs.frozen
 class Output:
-    """What one token did for its sequence."""
+    """What one step did for a sequence."""
 
     sequence: Sequence
-    token: int
+    tokens: int
+    """How many it made, an end token included."""
     text: str
     """More text of the answer, safe to hand out; maybe none."""
     logprob: TokenLogprob | None
-    """Of ``token``, if asked for; None for an end token, which is no part of the answer."""
+    """Of the one token, if asked for; None for an end token, which is no part of the answer."""
     finish_reason: StopReason | None = None
     slot_to_drop: int | None = None
     """Set with ``finish_reason``: drop it in the decoder, then :meth:`Scheduler.release` it."""
@@ -164,6 +166,7 @@ class Scheduler:
         self._streams: list[tuple[int, Sequence]] = []  # (slot, decoding sequence), ascending; see _refresh
         self._stale = False  # whether _streams must be made anew
         self._gaps = False  # whether _streams has gaps that the policy was not asked about yet
+        self._pace: float | None = None  # seconds of one round of the last decode step, if it was of these _streams
         self._last_prompt = (-1, -1)  # key of the prompt that had the last chunk
         self._chunk_was_last = False
         self._intake = 0.0  # seconds of the chunks since the last decode step
@@ -251,8 +254,9 @@ class Scheduler:
         that sequence is removed.  Sequences are where they will be after the step's moves, which a decoder makes first,
         so that even a step that fails leaves them there.
         """
-        opens = self._give_slots()
-        self._refresh()
+        opens = self._give_slots() if self._waiting else ()
+        if self._stale:
+            self._refresh()
         if self._prefilling:
             sequence, size = self._next_chunk()
             if not self._streams or not self._chunk_was_last or self._burst_goes_on(sequence, size):
@@ -265,15 +269,16 @@ class Scheduler:
         """Take in what a step gave: its tokens, in chunk order, with their text and who has ended."""
         if step.prefill:
             return self._take_chunk(step, result)
-        together = len(step.sequences)
-        tokens, logprobs = result.tokens, result.logprobs
+        rounds = (result.tokens, *result.later)
         outputs = []
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
-            slot = chunk.slot
-            sequence.computed += 1
-            sequence.decode_steps += 1
-            sequence.concurrency_sum += together
-            outputs.append(self._take_token(sequence, slot, tokens[slot], logprobs.get(slot)))
+            output = self._take_tokens(sequence, chunk.slot, rounds, result.logprobs.get(chunk.slot))
+            sequence.computed += output.tokens
+            sequence.decode_steps += output.tokens
+            sequence.concurrency_sum += sum(map(len, rounds[: output.tokens]))
+            outputs.append(output)
+        if not self._stale:
+            self._pace = result.seconds / len(rounds)
         return outputs
 
     def fail(self, step: Step) -> list[Sequence]:
@@ -336,10 +341,18 @@ class Scheduler:
     def _decode_step(self, opens: tuple[Sequence, ...]) -> Step:
         self._chunk_was_last = False
         self._intake = 0.0
-        moves = self._close_gaps()
+        moves = self._close_gaps() if self._gaps else ()
         streams = self._streams
         chunks = tuple([Chunk(slot, sequence.computed, (sequence.output[-1],), True) for slot, sequence in streams])
-        return Step(StepBatch(chunks, moves), tuple([sequence for _, sequence in streams]), opens, prefill=False)
+        batch = StepBatch(chunks, moves, self._rounds())
+        return Step(batch, tuple([sequence for _, sequence in streams]), opens, prefill=False)
+
+    def _rounds(self) -> int:
+        """Tokens that the next decode step makes of each stream: no more than any of them has room for."""
+        rounds = 1 if self._prefilling else self._policy.rounds(self._pace)
+        if rounds == 1 or any(sequence.sampling.logprobs for _, sequence in self._streams):
+            return 1
+        return min(rounds, min(sequence.room - len(sequence.output) for _, sequence in self._streams))
 
     def _prefill_step(self, opens: tuple[Sequence, ...], sequence: Sequence, size: int) -> Step:
         self._chunk_was_last = True
@@ -367,10 +380,9 @@ class Scheduler:
         return sequence.key <= self._last_prompt, sequence.key
 
     def _refresh(self) -> None:
-        """Bring the list of streams up to date.  Most steps find it so and pay nothing."""
-        if not self._stale:
-            return
+        """Bring the list of streams up to date, after a change.  Most steps find it so."""
         self._stale = False
+        self._pace = None
         self._streams = [
             (slot, sequence)
             for slot, sequence in self._live()
@@ -384,8 +396,6 @@ class Scheduler:
         Only decode steps move: a chunk does not care where its peers are, and a newcomer may fill a hole for nothing
         meanwhile.  Slots were just given out, so a slot that is free now is one that nobody waits for.
         """
-        if not self._gaps:
-            return ()
         self._gaps = False  # asked once; any change of the streams asks anew
         taken = [slot for slot, _ in self._live()]
         if len(taken) + len(self._free) < len(self._owners):
@@ -393,7 +403,8 @@ class Scheduler:
         moves = tuple(self._policy.fill_holes(taken))
         for source, target in moves:
             self._move(source, target)
-        self._refresh()
+        if moves:
+            self._refresh()
         return moves
 
     def _move(self, source: int, target: int) -> None:
@@ -417,29 +428,36 @@ class Scheduler:
         self._prefilling.remove(sequence)
         sequence.state = SequenceState.DECODING
         self._stale = True
-        return [self._take_token(sequence, chunk.slot, result.tokens[chunk.slot], result.logprobs.get(chunk.slot))]
+        return [self._take_tokens(sequence, chunk.slot, (result.tokens,), result.logprobs.get(chunk.slot))]
 
-    def _take_token(self, sequence: Sequence, slot: int, token: int, logprob: TokenLogprob | None) -> Output:
-        """Append a token to its answer, unless it is the end, and see whether the answer ends with it.
+    def _take_tokens(
+        self, sequence: Sequence, slot: int, rounds: tuple[Mapping[int, int], ...], logprob: TokenLogprob | None
+    ) -> Output:
+        """Append its token of each round to its answer, up to the one that ends it.
 
         If a token does several things at once, a stop string counts before an end token, that before the length.
         """
-        text = ""
+        text, taken = "", 0
         reason: StopReason | None = None
         assembler = sequence.text
-        if token in self._end_tokens:
-            reason, logprob = "eos", None
-        else:
+        for tokens in rounds:
+            token = tokens[slot]
+            taken += 1
+            if token in self._end_tokens:
+                reason, logprob = "eos", None
+                break
             sequence.output.append(token)
-            text = assembler.push(self._piece(token))
+            text += assembler.push(self._piece(token))
             if len(sequence.output) >= sequence.room:
                 reason = "length"
-        if reason is None and assembler.stopped is None:
-            return Output(sequence, token, text, logprob)
+            if reason is not None or assembler.stopped is not None:
+                break
+        else:
+            return Output(sequence, taken, text, logprob)
         text += assembler.finish()  # which may complete a stop string, too
         sequence.finish_reason = reason if assembler.stopped is None else "stop"
         self._retire(sequence)
-        return Output(sequence, token, text, logprob, sequence.finish_reason, slot)
+        return Output(sequence, taken, text, logprob, sequence.finish_reason, slot)
 
     def _learn(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         """Remember how fast a chunk was, for the size of the next one.

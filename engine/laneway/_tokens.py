@@ -211,8 +211,9 @@ class Tokens:
         if self._ended.is_set():
             return
         # An end token is no part of the answer, and its time is none of a token's.
-        if output.finish_reason != "eos":
-            self._received += 1
+        made = output.tokens - (output.finish_reason == "eos")
+        if made:
+            self._received += made
             if self._first_token_at is None:
                 self._first_token_at = now
             self._last_token_at = now

@@ -104,6 +104,10 @@ class BatchPolicy:
     Chunk sizes, in tokens, are multiples of ``chunk_quantum`` between ``chunk_min`` and ``chunk_max``; ``chunk_probe``
     is the first one, before any was timed.  A chunk may take ``chunk_overrun`` of its target more where that ends its
     prompt: a short rest would cost a pass over all weights.
+
+    A decode step makes several tokens of each sequence, at most ``rounds_max``, while they take no more than
+    ``rounds_target`` seconds together: going from step to step costs time that is missed where steps are short.  With
+    0 it makes one.
     """
 
     contiguous: bool = False
@@ -116,6 +120,8 @@ class BatchPolicy:
     chunk_max: int = 512
     chunk_probe: int = 32
     chunk_overrun: float = 0.25
+    rounds_target: float = 0.0
+    rounds_max: int = 8
 
     def choose_slot(self, free: Collection[int]) -> int:
         """The slot for a new sequence: the lowest, so that the slots in use stay close together."""
@@ -152,6 +158,10 @@ class BatchPolicy:
         """
         return 2 * prompts >= streams and seconds <= self.idle_chunk_target
 
+    def rounds(self, seconds: float | None) -> int:
+        """Tokens that a decode step should make of each sequence, if one takes so many seconds (None: not known)."""
+        return max(1, min(self.rounds_max, int(self.rounds_target / seconds))) if seconds else 1
+
 
 @attrs.frozen
 class Chunk:
@@ -171,20 +181,27 @@ class StepBatch:
     """One native call: either one decode token of each of several slots, or one chunk of one prompt.
 
     ``moves`` come first: ``(from, to)`` takes a whole sequence, sampler included, to an empty slot.  Chunks are in
-    ascending order of their slots after the moves.
+    ascending order of their slots after the moves.  With more than one of ``rounds``, which only decode steps have, the
+    tokens that were picked are decoded in turn to pick the next, again and again; a sequence that has picked an end
+    token takes part no longer.
     """
 
     chunks: tuple[Chunk, ...]
     moves: tuple[tuple[int, int], ...] = ()
+    rounds: int = 1
 
 
 @attrs.frozen
 class StepResult:
-    """What a step gave: the sampled token of each slot that asked for one, and the seconds that the step took."""
+    """What a step gave: the sampled token of each slot that asked for one, and the seconds that the step took.
+
+    ``later`` has the tokens of the rounds after the first.  Where log-probabilities are wanted there is one round.
+    """
 
     tokens: Mapping[int, int]
     seconds: float
     logprobs: Mapping[int, TokenLogprob] = attrs.field(factory=dict)
+    later: tuple[Mapping[int, int], ...] = ()
 
 
 @runtime_checkable

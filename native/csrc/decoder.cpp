@@ -204,6 +204,7 @@ struct laneway_decoder {
     std::vector<llama_seq_id> sequences;
     std::vector<llama_seq_id *> sequence_of;
     std::vector<int8_t> outputs;
+    std::vector<llama_token> again; // of a later round
 
     std::unique_ptr<StepThread> thread;
 
@@ -231,8 +232,10 @@ struct laneway_decoder {
 
     size_t read_state(int32_t slot);
     void move(int32_t from, int32_t to);
-    void decode(laneway_batch &batch);
-    void sample(laneway_batch &batch);
+    int32_t add(const laneway_batch &batch);
+    int32_t add_round(const laneway_batch &batch, int32_t round);
+    void decode(const llama_token *tokens, int32_t total);
+    void sample(laneway_batch &batch, int32_t round);
     int32_t step(laneway_batch &batch, laneway_error *error);
 };
 
@@ -271,25 +274,32 @@ void laneway_decoder::move(int32_t from, int32_t to) {
     samplers[to] = std::move(samplers[from]);
 }
 
-void laneway_decoder::decode(laneway_batch &batch) {
+// The first round of a batch: what it has been given.  Returns the tokens in it.
+int32_t laneway_decoder::add(const laneway_batch &batch) {
+    if (batch.rounds < 1 || batch.rounds > LANEWAY_MOST_ROUNDS) {
+        throw Failure(LANEWAY_BAD_ARGUMENT, "a step has 1 to " + std::to_string(LANEWAY_MOST_ROUNDS) + " rounds");
+    }
     int32_t total = 0;
-    for (int32_t i = 0; i < batch.chunks; ++i) {
-        const int32_t slot = batch.slots[i];
+    for (int32_t i = 0; i < batch.count; ++i) {
+        const int32_t slot = batch.chunks[i].slot;
         check_slot(slot);
-        const int32_t count = batch.counts[i];
-        if (i > 0 && slot <= batch.slots[i - 1]) {
+        const int32_t count = batch.chunks[i].count;
+        if (i > 0 && slot <= batch.chunks[i - 1].slot) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "the chunks of a step must be in ascending order of their slots", slot);
         }
         if (count < 1 || count > most_tokens - total) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "a step takes 1 to " + std::to_string(most_tokens) + " tokens", slot);
         }
-        const int32_t position = batch.positions[i];
+        const int32_t position = batch.chunks[i].position;
         if (position != length(slot)) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "slot " + std::to_string(slot) + " holds " + std::to_string(length(slot)) +
                                                     " tokens and the chunk begins at " + std::to_string(position), slot);
         }
         if (!samplers[slot]) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "slot " + std::to_string(slot) + " is not open", slot);
+        }
+        if (batch.rounds > 1 && (count != 1 || !batch.chunks[i].sample)) {
+            throw Failure(LANEWAY_BAD_ARGUMENT, "a step of several rounds takes one token of each slot and picks one", slot);
         }
         for (int32_t t = 0; t < count; ++t) {
             const int32_t token = batch.tokens[total + t];
@@ -301,15 +311,35 @@ void laneway_decoder::decode(laneway_batch &batch) {
             outputs[total + t] = 0;
         }
         total += count;
-        outputs[total - 1] = batch.samples[i] != 0;
+        outputs[total - 1] = batch.chunks[i].sample != 0;
     }
+    return total;
+}
 
+// A later round: what the one before it has picked.  Returns the tokens in it, 0 if every sequence has ended.
+int32_t laneway_decoder::add_round(const laneway_batch &batch, int32_t round) {
+    const int32_t *before = batch.picked + (round - 1) * batch.count;
+    int32_t total = 0;
+    for (int32_t i = 0; i < batch.count; ++i) {
+        if (before[i] < 0 || llama_vocab_is_eog(model->vocabulary, before[i])) {
+            continue;
+        }
+        again[total] = before[i];
+        positions[total] = batch.chunks[i].position + round;
+        sequences[total] = batch.chunks[i].slot;
+        outputs[total] = 1;
+        ++total;
+    }
+    return total;
+}
+
+void laneway_decoder::decode(const llama_token *tokens, int32_t total) {
     if (is_raised(&interrupted)) {
         throw Failure(LANEWAY_INTERRUPTED, "the step was interrupted");
     }
     llama_batch native = {};
     native.n_tokens = total;
-    native.token = const_cast<llama_token *>(batch.tokens);
+    native.token = const_cast<llama_token *>(tokens);
     native.pos = positions.data();
     native.n_seq_id = one_each.data();
     native.seq_id = sequence_of.data();
@@ -330,21 +360,26 @@ void laneway_decoder::decode(laneway_batch &batch) {
     }
 }
 
-void laneway_decoder::sample(laneway_batch &batch) {
+void laneway_decoder::sample(laneway_batch &batch, int32_t round) {
+    const int32_t *before = round ? batch.picked + (round - 1) * batch.count : nullptr;
+    int32_t *picked = batch.picked + round * batch.count;
     int32_t last = -1;
-    for (int32_t i = 0; i < batch.chunks; ++i) {
-        last += batch.counts[i];
-        batch.picked[i] = -1;
-        if (!batch.samples[i]) {
+    for (int32_t i = 0; i < batch.count; ++i) {
+        picked[i] = -1;
+        if (before && (before[i] < 0 || llama_vocab_is_eog(model->vocabulary, before[i]))) {
             continue;
         }
-        const int32_t slot = batch.slots[i];
+        last += batch.chunks[i].count;
+        if (!batch.chunks[i].sample) {
+            continue;
+        }
+        const int32_t slot = batch.chunks[i].slot;
         float *logits = llama_get_logits_ith(context.get(), last);
         if (!logits) {
             throw Failure(LANEWAY_DECODE_FAILED, "llama.cpp computed no logits", slot);
         }
         try {
-            batch.picked[i] = samplers[slot]->pick(logits, vocabulary, scratch, &batch.choices[i]);
+            picked[i] = samplers[slot]->pick(logits, vocabulary, scratch, &batch.choices[i]);
         } catch (const Failure &failure) {
             throw Failure(failure.code, failure.what(), slot);
         }
@@ -358,9 +393,19 @@ int32_t laneway_decoder::step(laneway_batch &batch, laneway_error *error) {
         for (int32_t i = 0; i < batch.moves; ++i) {
             move(batch.moves_from[i], batch.moves_to[i]);
         }
-        if (batch.chunks > 0) {
-            decode(batch);
-            sample(batch);
+        if (batch.count > 0) {
+            decode(batch.tokens, add(batch));
+            sample(batch, 0);
+            int32_t round = 1;
+            for (; round < batch.rounds; ++round) {
+                const int32_t total = add_round(batch, round);
+                if (total == 0) {
+                    break;
+                }
+                decode(again.data(), total);
+                sample(batch, round);
+            }
+            batch.rounds = round;
         }
     });
     batch.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -455,6 +500,7 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
         made->one_each.assign(most, 1);
         made->sequences.resize(most);
         made->outputs.resize(most);
+        made->again.resize(static_cast<size_t>(options->slots));
         for (llama_seq_id &sequence : made->sequences) {
             made->sequence_of.push_back(&sequence);
         }

@@ -214,18 +214,26 @@ int32_t laneway_decoder_length(const laneway_decoder *decoder, int32_t slot);
 int32_t laneway_decoder_is_open(const laneway_decoder *decoder, int32_t slot);
 
 // One step: the moves, then one batch, then one sample for each chunk that asks.  choices has chunks entries.
-// tokens holds the chunks' tokens one after the other.
+// tokens holds the chunks' tokens one after the other.  In each round after the first the tokens that were picked before
+// are decoded, but for end tokens, and the next ones picked; all chunks must be of one token then, and ask for one.
+enum { LANEWAY_MOST_ROUNDS = 8 };
+
+typedef struct laneway_chunk {
+    int32_t slot;
+    int32_t position; // of its first token
+    int32_t count;
+    int32_t sample;
+} laneway_chunk;
+
 typedef struct laneway_batch {
-    int32_t chunks;
+    int32_t count; // of chunks
     int32_t moves;
-    const int32_t *slots;
-    const int32_t *positions;
-    const int32_t *counts;
-    const int32_t *samples;
+    const laneway_chunk *chunks;
     const int32_t *tokens;
     const int32_t *moves_from;
     const int32_t *moves_to;
-    int32_t *picked;         // chunks entries: the token, -1 where none was asked for
+    int32_t rounds;          // wanted; afterwards: done, for it ends when every sequence has
+    int32_t *picked;         // rounds times chunks entries: the token, -1 where none was asked for
     laneway_choice *choices; // chunks entries, filled only where log-probabilities were asked for
     double seconds;
 } laneway_batch;

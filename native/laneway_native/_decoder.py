@@ -144,20 +144,14 @@ class LlamaDecoder:
         self._error = new_error()
         self._step_error = new_error()
         # Buffers of a step, filled and read again and again.
-        self._slot_ids = ffi.new("int32_t[]", parallel)
-        self._positions = ffi.new("int32_t[]", parallel)
-        self._counts = ffi.new("int32_t[]", parallel)
-        self._samples = ffi.new("int32_t[]", parallel)
+        self._chunks = ffi.new("int32_t[]", 4 * parallel)
         self._tokens = ffi.new("int32_t[]", self._batch_size)
         self._moves_from = ffi.new("int32_t[]", parallel)
         self._moves_to = ffi.new("int32_t[]", parallel)
-        self._picked = ffi.new("int32_t[]", parallel)
+        self._picked = ffi.new("int32_t[]", parallel * lib.LANEWAY_MOST_ROUNDS)
         self._choices = ffi.new("laneway_choice[]", parallel)
         self._batch = ffi.new("laneway_batch *")
-        self._batch.slots = self._slot_ids
-        self._batch.positions = self._positions
-        self._batch.counts = self._counts
-        self._batch.samples = self._samples
+        self._batch.chunks = ffi.cast("laneway_chunk *", self._chunks)
         self._batch.tokens = self._tokens
         self._batch.moves_from = self._moves_from
         self._batch.moves_to = self._moves_to
@@ -326,11 +320,14 @@ class LlamaDecoder:
                 if source in self._with_logprobs:
                     self._with_logprobs.remove(source)
                     self._with_logprobs.add(target)
-        check(status, self._step_error, sequences=len(batch.chunks))
+        if status or lib.laneway_log_waiting():
+            check(status, self._step_error, sequences=len(batch.chunks))
         return self._result(batch)
 
     def _begin_step(self) -> None:
-        check(lib.laneway_decoder_begin_step(self._handle, self._batch, self._step_error), self._step_error)
+        status = lib.laneway_decoder_begin_step(self._handle, self._batch, self._step_error)
+        if status:
+            check(status, self._step_error)
 
     def _fill(self, batch: StepBatch) -> None:
         chunks = batch.chunks
@@ -344,25 +341,24 @@ class LlamaDecoder:
                 f"not {count} and {len(tokens)}"
             )
         try:
-            self._slot_ids[0:count] = [chunk.slot for chunk in chunks]
-            self._positions[0:count] = [chunk.position for chunk in chunks]
-            self._counts[0:count] = [len(chunk.tokens) for chunk in chunks]
-            self._samples[0:count] = [chunk.sample for chunk in chunks]
+            self._chunks[0 : 4 * count] = [
+                number for chunk in chunks for number in (chunk.slot, chunk.position, len(chunk.tokens), chunk.sample)
+            ]
             self._tokens[0 : len(tokens)] = tokens
             if batch.moves:
                 self._moves_from[0 : len(batch.moves)] = [source for source, _ in batch.moves]
                 self._moves_to[0 : len(batch.moves)] = [target for _, target in batch.moves]
         except OverflowError as error:
             raise DecodeError(f"a number of this step is out of range: {error}") from error
-        self._batch.chunks = count
+        self._batch.count = count
         self._batch.moves = len(batch.moves)
+        self._batch.rounds = batch.rounds
 
     def _result(self, batch: StepBatch) -> StepResult:
-        picked = ffi.unpack(self._picked, len(batch.chunks)) if batch.chunks else []
-        tokens = {chunk.slot: token for chunk, token in zip(batch.chunks, picked, strict=True) if chunk.sample}
+        rounds = [self._round(batch, number) for number in range(self._batch.rounds)]
+        tokens, later, logprobs = rounds[0], tuple(rounds[1:]), {}
         if not self._with_logprobs:
-            return StepResult(tokens, self._batch.seconds)
-        logprobs = {}
+            return StepResult(tokens, self._batch.seconds, later=later)
         for index, chunk in enumerate(batch.chunks):
             if chunk.sample and chunk.slot in self._with_logprobs:
                 choice = self._choices[index]
@@ -370,7 +366,13 @@ class LlamaDecoder:
                     choice.top_tokens[0 : choice.top_count], choice.top_logprobs[0 : choice.top_count], strict=True
                 )
                 logprobs[chunk.slot] = TokenLogprob(choice.token, choice.logprob, tuple(top))
-        return StepResult(tokens, self._batch.seconds, logprobs)
+        return StepResult(tokens, self._batch.seconds, logprobs, later)
+
+    def _round(self, batch: StepBatch, number: int) -> dict[int, int]:
+        """The tokens that one round has picked, by slot."""
+        count = len(batch.chunks)
+        picked = self._picked[number * count : (number + 1) * count]
+        return {chunk.slot: token for chunk, token in zip(batch.chunks, picked, strict=True) if token >= 0}
 
     def interrupt(self) -> None:
         """Stop the step under way, within milliseconds.  Safe from any thread; without a step nothing happens."""

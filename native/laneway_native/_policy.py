@@ -18,6 +18,9 @@ MOST_UNIFIED_CELLS = 65_536
 """Cells that are kept in one stream by choice.  The mask of a chunk of 512 tokens has a value for each of them: 64 MiB
 here, written anew for each chunk."""
 
+ROUNDS_TARGET = 0.02
+"""Seconds that the rounds of one decode step may take together: 50 deltas a second are a stream to any reader."""
+
 
 def plan(
     *,
@@ -77,4 +80,5 @@ def plan(
         flash_attention=flash_attention,
         chunk_target=chunk_target,
         chunk_max=chunk_max,
+        rounds_target=ROUNDS_TARGET,
     )

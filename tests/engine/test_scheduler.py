@@ -58,7 +58,9 @@ class Bench:
         self, step: Step, token: int = LETTER, seconds: float = 0.01, logprobs: dict[int, TokenLogprob] | None = None
     ) -> list[Output]:
         tokens = {chunk.slot: token for chunk in step.batch.chunks if chunk.sample}
-        outputs = self.scheduler.postprocess(step, StepResult(tokens, seconds, logprobs or {}))
+        later = (tokens,) * (step.batch.rounds - 1)
+        result = StepResult(tokens, seconds * step.batch.rounds, logprobs or {}, later)
+        outputs = self.scheduler.postprocess(step, result)
         for output in outputs:
             self.release(output.slot_to_drop)
         return outputs
@@ -237,6 +239,77 @@ def test_a_decode_step_has_one_token_of_each_stream_in_slot_order() -> None:
     assert list(step.sequences) == bench.scheduler.running
 
 
+ROUNDS = BatchPolicy(rounds_target=0.02)
+"""Four rounds of the 0.005 s that steps take in these tests."""
+
+
+def rounds(bench: Bench, steps: int) -> list[int]:
+    """The rounds of the next steps, 0 for a chunk."""
+    taken = [bench.step(seconds=0.005) for _ in range(steps)]
+    return [0 if step.prefill else step.batch.rounds for step in taken]
+
+
+def test_short_decode_steps_make_several_tokens_once_their_time_is_known() -> None:
+    bench = Bench(one := seq(1), two := seq(2), policy=ROUNDS)
+    assert rounds(bench, 5) == [0, 0, 1, 4, 4]
+    assert one.output == two.output == [LETTER] * 10
+    assert (one.computed, one.decode_steps, one.concurrency_sum) == (4 + 9, 9, 18)
+    assert bench.step(seconds=0.03).batch.rounds == 4
+    assert rounds(bench, 2) == [1, 4]
+    # By default, and where the clock cannot tell, it is one.
+    assert rounds(Bench(seq()), 4) == [0, 1, 1, 1]
+    bench = Bench(seq(), policy=ROUNDS)
+    assert [bench.step(seconds=0.0).batch.rounds for _ in range(3)] == [1, 1, 1]
+    assert BatchPolicy(rounds_target=0.02).rounds(1e-9) == 8
+
+
+def test_rounds_stop_where_an_answer_has_no_more_room() -> None:
+    bench = Bench(seq(1, max_tokens=8), seq(2, max_tokens=20), policy=ROUNDS)
+    # The first one ends with its eighth token; how long a step takes without it has to be learnt anew.
+    assert rounds(bench, 8) == [0, 0, 1, 4, 2, 1, 4, 4]
+    assert rounds(bench, 1) == [3]
+    assert bench.scheduler.idle
+
+
+def test_nobody_waits_for_several_rounds() -> None:
+    bench = Bench(seq(1), policy=ROUNDS)
+    assert rounds(bench, 3) == [0, 1, 4]
+    bench.scheduler.add(two := seq(2))
+    assert rounds(bench, 4) == [0, 1, 4, 4]
+    bench.scheduler.pause(two)
+    assert rounds(bench, 2) == [1, 4]
+    bench.scheduler.resume(two)
+    assert rounds(bench, 2) == [1, 4]
+
+
+def test_log_probabilities_come_with_every_token() -> None:
+    bench = Bench(seq(1), policy=ROUNDS)
+    wanted = Sequence(ticket=2, index=0, prompt=(1,), sampling=Sampling(logprobs=True))
+    bench.scheduler.add(wanted)
+    assert rounds(bench, 5) == [0, 0, 1, 1, 1]
+
+
+def test_what_comes_after_the_end_of_an_answer_in_later_rounds_is_ignored() -> None:
+    bench = Bench(one := seq(1, stop=(chr(LETTER) * 5,)), two := seq(2), three := seq(3), policy=ROUNDS)
+    assert rounds(bench, 4) == [0, 0, 0, 1]
+    step = bench.next()
+    assert step.batch.rounds == 4
+    picked = {0: LETTER, 1: LETTER, 2: LETTER}
+    # The backend knows of end tokens; it cannot know of stop strings.
+    later = ({0: LETTER, 1: END, 2: LETTER}, {0: LETTER, 2: LETTER}, {0: LETTER, 2: LETTER})
+    outputs = bench.scheduler.postprocess(step, StepResult(picked, 0.02, later=later))
+    assert [(output.sequence, output.tokens, output.finish_reason) for output in outputs] == [
+        (one, 3, "stop"),
+        (two, 2, "eos"),
+        (three, 4, None),
+    ]
+    assert [len(sequence.output) for sequence in (one, two, three)] == [5, 3, 6]
+    assert outputs[1].text == chr(LETTER)
+    assert outputs[2].text == chr(LETTER) * 4
+    # Four rounds, of 3, 3, 2 and 2 sequences.
+    assert (three.decode_steps, three.concurrency_sum) == (5, 13)
+
+
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:
     bench = Bench(seq(prompt=40), policy=BatchPolicy(chunk_max=16))
     chunks = [bench.step().batch.chunks[0] for _ in range(3)]
@@ -322,7 +395,7 @@ def test_an_end_token_ends_the_answer_and_is_no_part_of_it() -> None:
     step = bench.next()
     (output,) = bench.finish(step, END, logprobs={0: TokenLogprob(END, -0.5)})
     assert (output.finish_reason, output.text, output.logprob, output.slot_to_drop) == ("eos", "", None, 0)
-    assert output.token == END
+    assert output.tokens == 1
     assert sequence.output == [LETTER]
     assert sequence.finish_reason == "eos"
     assert sequence.state is SequenceState.FINISHED

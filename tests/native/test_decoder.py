@@ -70,6 +70,45 @@ async def test_chunks_of_a_prompt_equal_the_whole(tiny: Model, mode: dict[str, A
 
 
 @in_every_mode
+async def test_several_rounds_of_a_step_give_the_tokens_of_as_many_steps(tiny: Model, mode: dict[str, Any]) -> None:
+    samplings = [
+        GREEDY,
+        Sampling(temperature=0.0, grammar='root ::= "ab"'),  # ends before the others
+        Sampling(temperature=1.2, seed=11, repeat_penalty=1.3),
+        GREEDY,
+    ]
+    given_prompts = prompts(tiny, 4)
+    async with decoder_of(tiny, **mode) as decoder:
+        answers = []
+        for prompt, sampling in zip(given_prompts, samplings, strict=True):
+            answers.append(await answer(decoder, prompt, 10, sampling))
+        ended = next(at for at, token in enumerate(answers[1]) if token in tiny.end_tokens)
+        assert 1 <= ended < 5
+
+        driver = Driver(decoder)
+        for slot, (prompt, sampling) in enumerate(zip(given_prompts, samplings, strict=True)):
+            await driver.start(slot, prompt, sampling)
+        batch = [Chunk(slot, len(driver.tokens[slot]) - 1, driver.tokens[slot][-1:], True) for slot in range(4)]
+        result = await decoder.step(StepBatch(tuple(batch), rounds=8))
+        assert len(result.later) == 7
+        for slot in range(4):
+            got = [rounds[slot] for rounds in (result.tokens, *result.later) if slot in rounds]
+            expected = answers[slot][1 : ended + 1] if slot == 1 else answers[slot][1:9]
+            assert got == expected
+            assert decoder.length(slot) == len(given_prompts[slot]) + len(got)
+
+
+async def test_a_step_of_several_rounds_is_over_when_every_sequence_has_ended(tiny: Model) -> None:
+    prompt = prompts(tiny)[0]
+    async with decoder_of(tiny) as decoder:
+        driver = Driver(decoder)
+        first = await driver.start(0, prompt, Sampling(temperature=0.0, grammar='root ::= "a"'))
+        result = await decoder.step(StepBatch((Chunk(0, len(prompt), [first], True),), rounds=8))
+        assert result.tokens[0] in tiny.end_tokens
+        assert result.later == ()
+
+
+@in_every_mode
 async def test_C2_peers_of_a_dropped_sequence_keep_their_tokens(tiny: Model, mode: dict[str, Any]) -> None:
     given_prompts = prompts(tiny, 4)
     async with decoder_of(tiny, **mode) as decoder:
@@ -230,6 +269,9 @@ async def test_steps_that_make_no_sense_are_refused_and_harm_nobody(tiny: Model)
         for moves in [((0, 0),), ((0, 9),), ((9, 1),), ((0, -1),)]:
             with pytest.raises(DecodeError):
                 await decoder.step(StepBatch((), moves))
+        for tokens, sample, rounds in [([7], True, 0), ([7], True, 9), ([7], False, 2), ([7, 8], True, 2)]:
+            with pytest.raises(DecodeError, match="rounds"):
+                await decoder.step(StepBatch((Chunk(0, here, tokens, sample),), rounds=rounds))
         with pytest.raises(DecodeError, match="open already"):
             decoder.open(0, GREEDY, prompt)
         for slot in (-1, 4):

@@ -103,11 +103,18 @@ class SchedulerRules(RuleBasedStateMachine):
         contiguous=st.sampled_from([True, True, False]),
         quantum=st.integers(1, 3),
         largest=st.integers(3, 12),
+        rounds=st.sampled_from([0.0, 0.5, 5.0]),
     )
-    def open(self, slots: int, window: int, contiguous: bool, quantum: int, largest: int) -> None:
+    def open(self, slots: int, window: int, contiguous: bool, quantum: int, largest: int, rounds: float) -> None:
         self.window = window
         self.policy = BatchPolicy(
-            contiguous=contiguous, chunk_quantum=quantum, chunk_min=quantum, chunk_max=largest, chunk_probe=3
+            contiguous=contiguous,
+            chunk_quantum=quantum,
+            chunk_min=quantum,
+            chunk_max=largest,
+            chunk_probe=3,
+            rounds_target=rounds,
+            rounds_max=3,
         )
         self.scheduler = Scheduler(
             slots=slots, window=window, policy=self.policy, end_tokens=frozenset({END}), piece=PIECES.__getitem__
@@ -246,17 +253,19 @@ class SchedulerRules(RuleBasedStateMachine):
         assert self.step is not None
         step, self.step = self.step, None
         sampled = [chunk.slot for chunk in step.batch.chunks if chunk.sample]
-        result = StepResult({slot: tokens[at % len(tokens)] for at, slot in enumerate(sampled)}, seconds)
+        rounds: list[dict[int, int]] = []
+        going = sampled
+        for number in range(step.batch.rounds):
+            rounds.append({slot: tokens[(number + at) % len(tokens)] for at, slot in enumerate(going)})
+            going = [slot for slot in going if rounds[-1][slot] != END]
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
             self.all[sequence].cells.extend(chunk.tokens)
-            if step.prefill:
-                self.intake += seconds
-            else:
-                self.all[sequence].together.append(len(step.sequences))
-        outputs = self.scheduler.postprocess(step, result)
+        if step.prefill:
+            self.intake += seconds
+        outputs = self.scheduler.postprocess(step, StepResult(rounds[0], seconds, later=tuple(rounds[1:])))
         assert [self.all[output.sequence].slot for output in outputs] == sampled
         for output in outputs:
-            self._check_output(output, result.tokens)
+            self._check_output(output, rounds, decoding=not step.prefill)
 
     @precondition(lambda self: self.step is not None)
     @rule()
@@ -412,24 +421,35 @@ class SchedulerRules(RuleBasedStateMachine):
         for chunk, job in zip(step.batch.chunks, jobs, strict=True):
             assert list(chunk.tokens) == job.answer[-1:]
             assert chunk.sample
+            assert 1 <= step.batch.rounds <= max(1, job.room - len(job.answer))
+        assert step.batch.rounds == 1 or (self.policy.rounds_target and not self._pending())
 
-    def _check_output(self, output: Output, tokens: object) -> None:
+    def _check_output(self, output: Output, rounds: list[dict[int, int]], *, decoding: bool) -> None:
         job = self.all[output.sequence]
-        assert isinstance(tokens, dict)
-        assert output.token == tokens[job.slot]
+        assert job.slot is not None
         job.state = SequenceState.DECODING
-        if output.token != END:
-            job.answer.append(output.token)
+        reason = None
+        taken = 0
+        while reason is None and taken < len(rounds):
+            token = rounds[taken][job.slot]
+            if taken:
+                job.cells.append(job.answer[-1])
+            if decoding:
+                job.together.append(len(rounds[taken]))
+            taken += 1
+            if token != END:
+                job.answer.append(token)
+            if job.text()[1]:
+                reason = "stop"
+            elif token == END:
+                reason = "eos"
+            elif len(job.answer) == job.room:
+                reason = "length"
+        assert output.tokens == taken
         assert output.sequence.output == job.answer
         job.said += output.text
-        text, stopped = job.text()
-        if stopped:
-            reason = "stop"
-        elif output.token == END:
-            reason = "eos"
-        elif len(job.answer) == job.room:
-            reason = "length"
-        else:
+        text, _ = job.text()
+        if reason is None:
             assert (output.finish_reason, output.slot_to_drop) == (None, None)
             return
         assert (output.finish_reason, output.slot_to_drop) == (reason, job.slot)

@@ -492,6 +492,29 @@ async def test_drops_saves_and_loads_fail_when_told() -> None:
     decoder.assert_idle()
 
 
+async def test_rounds_are_as_many_steps_in_one(autojump_clock: trio.testing.MockClock) -> None:
+    decoder = ScriptedDecoder(2, 40, seconds_per_step=1.0, end_every=5)
+    prompts = [[1, 2], [12, 13]]
+    answers = [list(decoder.expected(prompt, GREEDY).tokens) for prompt in prompts]
+    # One of them ends within the rounds, long before the other.
+    assert [len(answer) for answer in answers] == [10, 5]
+    chunks = []
+    for slot, prompt in enumerate(prompts):
+        decoder.open(slot, GREEDY, prompt)
+        first = (await decoder.step(prefill(slot, prompt))).tokens[slot]
+        assert first == answers[slot][0]
+        chunks.append(Chunk(slot, 2, [first], True))
+    begin = trio.current_time()
+    result = await decoder.step(StepBatch(tuple(chunks), rounds=9))
+    assert trio.current_time() - begin == result.seconds == 9
+    got = [[tokens[slot] for tokens in (result.tokens, *result.later) if slot in tokens] for slot in range(2)]
+    assert got[0] == answers[0][1:]
+    assert got[1][:-1] == answers[1][1:]
+    assert got[1][-1] in decoder.vocabulary.end_tokens
+    # The last token that was picked has no cell yet.
+    assert [len(decoder.cells(slot)) for slot in range(2)] == [11, 7]
+
+
 # Misuse.
 
 
@@ -516,6 +539,10 @@ BAD_BATCHES: dict[str, tuple[StepBatch, str]] = {
     "two chunks for a slot": (StepBatch((Chunk(0, 2, [1], True), Chunk(0, 3, [1], True))), "several chunks"),
     "descending": (StepBatch((Chunk(1, 0, [3], False), Chunk(0, 2, [1], True))), "do not ascend"),
     "mixed": (StepBatch((Chunk(0, 2, [1], True), Chunk(1, 0, [3], False))), "in one step with other slots"),
+    "no rounds": (StepBatch((Chunk(0, 2, [1], True),), rounds=0), "a step of 0 rounds"),
+    "rounds of a prompt": (StepBatch((Chunk(1, 0, [3, 4, 5], True),), rounds=2), "2 rounds are for decoding"),
+    "rounds without tokens": (StepBatch((Chunk(0, 2, [1], False),), rounds=2), "2 rounds are for decoding"),
+    "rounds beyond the window": (StepBatch((Chunk(0, 2, [1], True),), rounds=19), "beyond the window of 20"),
     "two tokens decoded": (prefill(0, [1, 2], 2), "by one token"),
     "beyond the prompt": (prefill(1, [3, 4, 5, 6]), "beyond the prompt's 3 tokens"),
     "sampled early": (prefill(1, [3, 4]), "sampled before the end"),

@@ -264,7 +264,7 @@ class ScriptedDecoder:
         self._counts["move"] += len(batch.moves)
         self._slots = slots
         count = sum(len(chunk.tokens) for chunk in batch.chunks)
-        seconds = self.seconds_per_step + self.seconds_per_token * count
+        seconds = (self.seconds_per_step + self.seconds_per_token * count) * batch.rounds
         started = trio.current_time()
         call = self._under_way = _UnderWay("step", trio.lowlevel.current_trio_token())
         try:
@@ -469,10 +469,12 @@ class ScriptedDecoder:
             self._violate(f"a step with several chunks for one slot: {order}")
         if order != sorted(order):
             self._violate(f"a step whose slots do not ascend: {order}")
+        if batch.rounds < 1:
+            self._violate(f"a step of {batch.rounds} rounds")
         for chunk in batch.chunks:
-            self._check_chunk(chunk, slots, alone=len(order) == 1)
+            self._check_chunk(chunk, slots, batch.rounds, alone=len(order) == 1)
 
-    def _check_chunk(self, chunk: Chunk, slots: list[_Slot], *, alone: bool) -> None:
+    def _check_chunk(self, chunk: Chunk, slots: list[_Slot], rounds: int, *, alone: bool) -> None:
         where = f"a chunk of {len(chunk.tokens)} tokens at position {chunk.position} of slot {chunk.slot}"
         if not 0 <= chunk.slot < len(slots):
             self._violate(f"{where}: slots are 0 to {len(slots) - 1}")
@@ -486,10 +488,12 @@ class ScriptedDecoder:
         if chunk.position != len(entry.cells):
             self._violate(f"{where}: the slot has {len(entry.cells)} cells, the next position is {len(entry.cells)}")
         end = chunk.position + len(chunk.tokens)
-        if end > self._window:
+        if end + rounds - 1 > self._window:
             self._violate(f"{where}: beyond the window of {self._window}")
         self._check_tokens(where, chunk.tokens)
         prompt = len(entry.sampler.prompt)
+        if rounds > 1 and (chunk.position < prompt or not chunk.sample or entry.sampler.sampling.logprobs):
+            self._violate(f"{where}: {rounds} rounds are for decoding without log-probabilities")
         if chunk.position >= prompt:
             if len(chunk.tokens) != 1:
                 self._violate(f"{where}: decoding is by one token, the prompt has {prompt}")
@@ -536,11 +540,28 @@ class ScriptedDecoder:
                 tokens[chunk.slot], logprob = self._model.next_token(entry.sampler, entry.cells)
                 if logprob is not None:
                     logprobs[chunk.slot] = logprob
-        self._tokens += count
+        later = []
+        going = tokens
+        for number in range(1, batch.rounds):
+            going = self._finish_round(batch, number, going)
+            later.append(going)
+        self._tokens += count + sum(map(len, later))
         self._counts["prefill" if prefill else "decode"] += 1
         if not prefill:
             self._max_concurrency = max(self._max_concurrency, len(batch.chunks))
-        return StepResult(tokens, seconds, logprobs)
+        return StepResult(tokens, seconds, logprobs, tuple(later))
+
+    def _finish_round(self, batch: StepBatch, number: int, before: Mapping[int, int]) -> dict[int, int]:
+        """The tokens of a later round, in which those go on that have not ended."""
+        tokens: dict[int, int] = {}
+        for chunk in batch.chunks:
+            entry = self._slots[chunk.slot]
+            assert entry.sampler is not None
+            token = before.get(chunk.slot)
+            if token is not None and token not in self.vocabulary.end_tokens:
+                entry.cells.append(token, chunk.position + number)
+                tokens[chunk.slot], _ = self._model.next_token(entry.sampler, entry.cells)
+        return tokens
 
     def _parse(self, state: bytes) -> Cells:
         body, checksum = state[:-_CHECKSUM_SIZE], state[-_CHECKSUM_SIZE:]
