@@ -127,7 +127,7 @@ def test_R3_ctrl_c_while_a_block_is_left_waits_for_the_teardown() -> None:
         async with bench(parallel=1) as b:
             try:
                 async with b.run("body", Body(slow_to_leave)) as run:
-                    await run.admitted()
+                    await trio.testing.wait_all_tasks_blocked()
             finally:
                 ends.append((run.state, trio.current_time()))
 
