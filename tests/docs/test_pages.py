@@ -22,7 +22,7 @@ SIGNATURES = {"reference/api.md", "reference/hooks.md", "reference/testing.md"}
 """Pages with tests of their own for the code that they show."""
 
 
-COMING = {DOCS / "reference" / "testing.md", DOCS / "benchmarks.md"}
+COMING = {DOCS / "reference" / "testing.md"}
 """Pages that may still be missing."""
 
 
