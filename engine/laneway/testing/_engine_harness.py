@@ -20,6 +20,7 @@ import laneway
 from laneway.decoder import BatchPolicy, StepBatch
 from laneway.testing._admission_machine import AdmissionModel
 from laneway.testing._backend import ScriptedLoader
+from laneway.testing._decoder import ScriptedDecoder
 from laneway.testing._engine_model import SAMPLING, Ask, EngineModel, Entry, HandlerError, Job, LoadedModel, Result
 from laneway.testing._guest import GuestRun, GuestTask
 
@@ -111,6 +112,8 @@ class Load:
     seconds_to_load: float = 0.0
     contiguous: bool = False
     end_every: int | None = 24
+    fails_every: int | None = None
+    """One step in so many fails."""
 
 
 @attrs.define(eq=False)
@@ -120,6 +123,11 @@ class Loading:
     name: str
     load: Load
     task: GuestTask[laneway.Model]
+
+
+def fail_step(decoder: ScriptedDecoder, number: int) -> None:
+    """Let a step fail, with an error of its own."""
+    decoder.fail_at[number] = laneway.DecodeError(f"step {number} was to fail", status=-1)
 
 
 class EngineHarness:
@@ -185,11 +193,13 @@ class EngineHarness:
 
     @property
     def anybody(self) -> list[Job]:
-        """All that live; the more often, the more depends on them."""
+        """All that are there, ended ones whose callers are in their blocks included; the more others may wait for one,
+        the more often."""
         tickets = [ticket for model in self.models if not model.failed for ticket in model.admission.blockers]
         blocking = [job for job in self.live if job.state == "waiting" and job.ticket in tickets]
         running = [job for job in self.live if job.state == "running"]
-        return self.live + running * 3 + blocking * 3
+        ended = [job for job in self.inside if not job.live]
+        return self.live + ended + running * 3 + blocking * 3
 
     @property
     def held(self) -> list[Job]:
@@ -284,15 +294,28 @@ class EngineHarness:
             self.note("step", model, number, jobs)
 
         decoder.at_step = at_step
+        if load.fails_every is not None:
+            for number in range(load.fails_every, 1000, load.fails_every):
+                fail_step(decoder, number)
         self.model.models[loading.name] = model
         self.all_models.append(model)
 
-    def _submit(self, asks: Iterable[tuple[Ask, LoadedModel]]) -> None:
+    def _ask(self, asks: list[Ask], on: int = 0) -> None:
+        """All of them of one of the models, if there is one."""
+        models = self.models
+        if asks and models:
+            self._submit([(ask, models[on % len(models)]) for ask in asks])
+
+    def _submit(self, asks: Iterable[tuple[Ask, LoadedModel]]) -> list[Job]:
+        jobs = []
+
         def submit() -> None:
             for ask, model in asks:
-                self._start_call(self._job(ask, model))
+                jobs.append(self._job(ask, model))
+                self._start_call(jobs[-1])
 
         self._do(submit)
+        return jobs
 
     def _start_call(self, job: Job) -> None:
         self._start(job, lambda: self._call(job))
@@ -483,8 +506,7 @@ class EngineHarness:
         job.answers[index] = end
         self.note("answered", job, index, end)
 
-    def _cancel_all(self, on: int, kind: str | None) -> None:
-        model = None if on < 0 else self.all_models[on % len(self.all_models)]
+    def _cancel_all(self, model: LoadedModel | None, kind: str | None) -> None:
         reason = f"all of {model} and {kind}"
 
         def cancel_all() -> None:
@@ -498,11 +520,28 @@ class EngineHarness:
 
         self._do(cancel_all)
 
+    def _cancel_both(self, job: Job, caller: str) -> None:
+        """C6: by id and by the caller's own scope, in one instant."""
+        job.caller_dies_with_it = caller == "when it ends"
+        if caller == "first":
+            self._cancel_scope(job)
+        self._cancel_inside(str(job.id))
+        if caller == "last":
+            self._cancel_scope(job)
+
+    def _cancel_callers_like(self, job: Job) -> None:
+        """What surrounds the callers of one operation is cancelled."""
+        for other in self.inside:
+            if other.ask.kind == job.ask.kind and other.on is job.on:
+                self._cancel_scope(other)
+
     @staticmethod
     def _cancel_scope(job: Job) -> None:
+        """The caller's own scope is cancelled."""
         assert job.task is not None
-        job.scope_cancelled = True
-        job.task.scope.cancel()
+        if not job.task.done:
+            job.scope_cancelled = True
+            job.task.scope.cancel()
 
     def take_the_caller_along(self, request_id: str) -> None:
         """C6: the caller's own cancel comes in the instant in which the outcome does."""

@@ -35,15 +35,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import laneway
-from laneway.testing._engine_harness import OPERATIONS, EngineHarness, Load, Loading
+from laneway.testing._engine_harness import OPERATIONS, EngineHarness, Load, Loading, fail_step
 from laneway.testing._engine_model import ENDS, Ask, Entry, Job, LoadedModel, Prompt, Work
 from laneway.testing._guest import GuestRun, GuestTask
 from laneway.testing.strategies import task_orders
 
 # What is drawn
-
-# All times are multiples of 1/64 s, so that deadlines, steps and timeouts meet in one instant.
-SECONDS = st.sampled_from([0.0, 1 / 64, 2 / 64, 1 / 8, 1 / 2, 1.0, 2.0, 29.0, 30.0])
 
 
 def mostly(usual: Any, *others: Any, odds: int = 7) -> st.SearchStrategy[Any]:
@@ -61,6 +58,11 @@ def _drawn(which: str) -> st.SearchStrategy[Any]:
     return st.runner().flatmap(lambda machine: getattr(machine, which))
 
 
+KINDS_IN_LINE = st.sampled_from(["shared", "common"])
+
+WHO_LEAVES_A_LINE = st.sampled_from(["nobody leaves", "the blocker leaves", "who runs leaves", "the callers leave"])
+
+
 class EngineMachine(EngineHarness, RuleBasedStateMachine):
     """What may happen to any engine.  See :class:`RequestMachine` and :class:`DecodingMachine`."""
 
@@ -68,73 +70,97 @@ class EngineMachine(EngineHarness, RuleBasedStateMachine):
     """The requests that are made."""
     loads: st.SearchStrategy[Load]
     """The models that are loaded."""
+    waits: st.SearchStrategy[float]
+    """Seconds.  All times are multiples of 1/64 s, so that deadlines, steps and timeouts meet in one instant."""
     someone: Ask
     """A request that takes long."""
     patience = 8
     """How many things are done before somebody ends it all."""
 
-    @initialize(orders=task_orders(), load=_drawn("loads"))
-    def begin(self, orders: object, load: Load) -> None:
-        self.run = GuestRun()
+    @initialize(
+        orders=task_orders(),
+        load=_drawn("loads"),
+        asks=st.lists(_drawn("asks"), min_size=1, max_size=4),
+        line=st.none() | KINDS_IN_LINE,
+        then=WHO_LEAVES_A_LINE,
+    )
+    def begin(self, orders: object, load: Load, asks: list[Ask], line: str | None, then: str) -> None:
+        self.run = GuestRun(max_ticks=10_000)
         self.base_tasks = self._tasks()
         self._open()
         self._load("a", attrs.evolve(load, seconds_to_load=0.0))
+        if line is None:
+            self._ask(asks)
+        else:
+            self._line_up(self.models[0], line, asks, then)
 
     # What somebody may do
 
-    # Several rules ask for something: an example in which Hypothesis leaves all of them out shows little.
-
     @precondition(lambda self: self.models)
-    @rule(ask=_drawn("asks"), on=st.integers(0, 3))
-    def submit(self, ask: Ask, on: int) -> None:
-        self._submit([(ask, self.models[on % len(self.models)])])
-
-    @precondition(lambda self: self.models)
-    @rule(asks=st.lists(_drawn("asks"), min_size=2, max_size=4), on=st.integers(0, 3))
-    def submit_together(self, asks: list[Ask], on: int) -> None:
+    @rule(asks=st.lists(_drawn("asks"), min_size=1, max_size=4), on=st.integers(0, 3))
+    def submit(self, asks: list[Ask], on: int) -> None:
         """Requests that are made in one instant."""
-        self._submit([(ask, self.models[on % len(self.models)]) for ask in asks])
+        self._ask(asks, on)
 
     @precondition(lambda self: self.roomy)
-    @rule(model=_one("roomy"), kind=st.sampled_from(["shared", "common"]), asks=st.lists(_drawn("asks"), max_size=3))
-    def line_up(self, model: LoadedModel, kind: str, asks: list[Ask]) -> None:
+    @rule(
+        model=_one("roomy"),
+        kind=KINDS_IN_LINE,
+        asks=st.lists(_drawn("asks"), max_size=3),
+        then=WHO_LEAVES_A_LINE,
+    )
+    def line_up(self, model: LoadedModel, kind: str, asks: list[Ask], then: str) -> None:
         """Somebody who takes many permits, or all, waits although some are free, and others wait behind."""
+        self._line_up(model, kind, asks, then)
+
+    def _line_up(self, model: LoadedModel, kind: str, asks: list[Ask], then: str) -> None:
         patient = attrs.evolve(self.someone, kind=kind)
-        blocker = attrs.evolve(patient, weight=9) if model.by_slots else attrs.evolve(patient, kind="writer")
-        behind = [attrs.evolve(ask, name="fresh", kind=kind, weight=1, keys=()) for ask in asks]
-        for asked in ([patient], [blocker], [*behind, patient]):
-            self._submit([(ask, model) for ask in asked])
-
-    @precondition(lambda self: self.held and self.models)
-    @rule(job=_one("held"), ask=_drawn("asks"), on=st.integers(0, 3))
-    def submit_when_somebody_ends(self, job: Job, ask: Ask, on: int) -> None:
-        """A3: a newcomer, in the very instant in which a permit is given back."""
-        model = self.models[on % len(self.models)]
-
-        def submit() -> None:
-            job.orders.set()
-            self._start_call(self._job(ask, model))
-
-        self._do(submit)
+        heavy = attrs.evolve(patient, weight=9) if model.by_slots else attrs.evolve(patient, kind="writer")
+        others = [attrs.evolve(ask, name="fresh", kind=kind, weight=1, keys=()) for ask in asks]
+        (runs,) = self._submit([(patient, model)])
+        (blocker,) = self._submit([(heavy, model)])
+        self._submit([(ask, model) for ask in [*others, patient]])
+        if then == "the callers leave":
+            self._do(self._cancel_callers_like, runs)
+        elif then != "nobody leaves":
+            self._cancel(str((blocker if then == "the blocker leaves" else runs).id))
 
     @precondition(lambda self: self.held)
-    @rule(job=_one("held"), order=st.sampled_from(["return", "return", "raise", "notice"]))
-    def finish(self, job: Job, order: Literal["return", "raise", "notice"]) -> None:
-        """A handler that waits goes on to its end."""
-        job.order = order
-        self._do(job.orders.set)
+    @rule(
+        job=_one("held"),
+        order=st.sampled_from(["return", "return", "raise", "notice"]),
+        asks=st.lists(_drawn("asks"), max_size=1),
+    )
+    def finish(self, job: Job, order: Literal["return", "raise", "notice"], asks: list[Ask]) -> None:
+        """A handler that waits goes on to its end.  A newcomer may come in the same instant (A3)."""
 
-    @precondition(lambda self: self.live)
-    @rule(job=_one("anybody"))
-    def cancel(self, job: Job) -> None:
-        assert job.id is not None
-        self._cancel(job.id)
+        def finish() -> None:
+            job.order = order
+            job.orders.set()
+            for ask in asks:
+                if job.on in self.models:
+                    self._start_call(self._job(ask, job.on))
 
-    @precondition(lambda self: self.inside)
-    @rule(job=_one("inside"))
-    def cancel_caller(self, job: Job) -> None:
-        """The caller's own scope is cancelled."""
-        self._do(self._cancel_scope, job)
+        self._do(finish)
+
+    ways_to_cancel: tuple[str, ...] = ("by id", "by id", "by its caller", "all on its model")
+
+    @precondition(lambda self: self.anybody)
+    @rule(job=_one("anybody"), how=st.runner().flatmap(lambda machine: st.sampled_from(machine.ways_to_cancel)))
+    def cancel(self, job: Job, how: str) -> None:
+        event(f"cancel {how}")
+        {
+            "by id": lambda: self._cancel(str(job.id)),
+            "by its caller": lambda: self._do(self._cancel_scope, job),
+            "by both, the caller first": lambda: self._do(self._cancel_both, job, "first"),
+            "by both, the caller last": lambda: self._do(self._cancel_both, job, "last"),
+            "by both, the caller when it ends": lambda: self._do(self._cancel_both, job, "when it ends"),
+            "all of its kind": lambda: self._cancel_all(None, job.ask.kind),
+            "all on its model": lambda: self._cancel_all(job.on, None),
+            "all of its kind on its model": lambda: self._cancel_all(job.on, job.ask.kind),
+            "everything": lambda: self._cancel_all(None, None),
+            "the callers of its kind": lambda: self._do(self._cancel_callers_like, job),
+        }[how]()
 
     @precondition(lambda self: self.resting)
     @rule(job=_one("resting"), how=st.sampled_from(["leave", "leave", "raise", "read"]))
@@ -144,10 +170,11 @@ class EngineMachine(EngineHarness, RuleBasedStateMachine):
         job.reads_late = not job.live and not job.events
         self._do(job.leave.set)
 
-    @precondition(lambda self: self.jobs or self.loading or self.model.armed or self.model.ended)
-    @rule(seconds=SECONDS)
-    def wait(self, seconds: float) -> None:
+    @rule(seconds=_drawn("waits"), asks=st.lists(_drawn("asks"), max_size=2), on=st.integers(0, 3))
+    def wait(self, seconds: float, asks: list[Ask], on: int) -> None:
+        """Time passes, and then somebody comes."""
         self._advance(seconds)
+        self._ask(asks, on)
 
     @precondition(lambda self: self.live)
     @rule(job=_one("live"), ask=_drawn("asks"))
@@ -419,7 +446,7 @@ class EngineMachine(EngineHarness, RuleBasedStateMachine):
         """Let everybody come to an end; nothing may be left."""
         self._do(self._end_hanging)
         if len(self.live) > 50:
-            self._cancel_all(-1, None)
+            self._cancel_all(None, None)
         while late := [job for job in self.resting if not job.live]:
             self.leave(late[0], "read")
         self._do(self._release_all)
@@ -450,6 +477,19 @@ class RequestMachine(EngineMachine):
     """Who runs when, and how requests end.  Handlers wait to be told, or for a while; none generates."""
 
     someone = Ask()
+    waits = st.sampled_from([0.0, 1 / 64, 2 / 64, 1 / 8, 1 / 2, 1.0, 2.0])
+    ways_to_cancel = (
+        *["by id"] * 3,
+        *["by its caller"] * 2,
+        "by both, the caller first",
+        "by both, the caller last",
+        "by both, the caller when it ends",
+        "all of its kind",
+        "all of its kind on its model",
+        "everything",
+        "the callers of its kind",
+        "the callers of its kind",
+    )
 
     asks = st.builds(
         Ask,
@@ -478,7 +518,7 @@ class RequestMachine(EngineMachine):
     loads = st.builds(
         Load,
         parallel=st.sampled_from([1, 2, 3, 3, 4]),
-        queue_limit=st.sampled_from([0, 1, 2, 5, 5, 5, 5, 160]),
+        queue_limit=st.sampled_from([0, 1, 2, 5, 5, 5, 160]),
         by_slots=st.booleans(),
         queue_timeout=mostly(None, 1 / 2, odds=4),
         seconds_to_load=mostly(0.0, 1 / 2, odds=3),
@@ -499,52 +539,17 @@ class RequestMachine(EngineMachine):
         self._submit([(ask, model) for ask in itertools.islice(itertools.cycle(crowd), max(1, free + over))])
 
     @precondition(lambda self: self.models)
-    @rule(ask=_drawn("asks"), on=st.integers(0, 3), known=st.integers(0, 5))
-    def submit_with_a_known_id(self, ask: Ask, on: int, known: int) -> None:
+    @rule(ask=_drawn("asks"), known=st.integers(0, 5), seconds=st.sampled_from([0.0, 0.0, 29.0, 30.0, 31.0]))
+    def submit_with_a_known_id(self, ask: Ask, known: int, seconds: float) -> None:
         """A9, C5: with an id that others have or have had, or that was cancelled when nobody had it."""
         ids = [*self.known_ids[-3:], *self.cancelled_ids[-3:]]
-        model = self.models[on % len(self.models)]
-        self._do(lambda: self._start_call(self._job(ask, model, ids[-1 - known % len(ids)])))
+        self._advance(seconds)
+        self._do(lambda: self._start_call(self._job(ask, self.models[0], ids[-1 - known % len(ids)])))
 
-    @precondition(lambda self: self.jobs or not self.model.armed)
-    @rule(known=st.integers(0, 9))
+    @rule(known=st.integers(0, 4))
     def cancel_an_id(self, known: int) -> None:
-        """An id of long ago, or of a request that is still to come."""
+        """One of long ago, or of a request that is still to come."""
         self._cancel(self.known_ids[-1 - known % len(self.known_ids)])
-
-    @precondition(lambda self: self.live)
-    @rule(on=st.integers(-1, 1), kind=st.none() | st.sampled_from(["shared", "common"]))
-    def cancel_all(self, on: int, kind: str | None) -> None:
-        self._cancel_all(on, kind)
-
-    @precondition(lambda self: self.inside)
-    @rule(job=_one("inside"))
-    def cancel_callers(self, job: Job) -> None:
-        """What surrounds the callers of one operation is cancelled."""
-
-        def cancel() -> None:
-            for other in self.inside:
-                if other.ask.kind == job.ask.kind and other.on is job.on:
-                    self._cancel_scope(other)
-
-        self._do(cancel)
-
-    @precondition(lambda self: self.reading)
-    @rule(job=_one("reading"), when=st.sampled_from(["when it ends", "before", "after"]))
-    def cancel_both(self, job: Job, when: str) -> None:
-        """C6: by id and by the caller's own scope, in one instant."""
-
-        def cancel() -> None:
-            if when == "before":
-                self._cancel_scope(job)
-            job.caller_dies_with_it = when == "when it ends"
-            if job.live:
-                assert job.id is not None
-                self._cancel_inside(job.id)
-            if when == "after":
-                self._cancel_scope(job)
-
-        self._do(cancel)
 
     @precondition(lambda self: any(job.handler == "inside" for job in self.live))
     @rule(pick=st.integers(0, 9), key=st.sampled_from("abc"))
@@ -643,42 +648,29 @@ class DecodingMachine(EngineMachine):
         end_every=st.sampled_from([None, 24, 24]),
         seconds_per_step=st.sampled_from([0.0, 1 / 64, 1 / 64, 1 / 8]),
         contiguous=st.booleans(),
+        fails_every=mostly(None, 3, 5, 9, odds=4),
     )
 
     patience = 15
-
-    @rule(ticks=st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34]))
-    def wait_some_steps(self, ticks: int) -> None:
-        self._advance(ticks / 64)
-
-    @precondition(lambda self: self.live)
-    @rule(on=st.integers(-1, 1))
-    def cancel_all(self, on: int) -> None:
-        self._cancel_all(on, None)
+    waits = st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34, 64]).map(lambda ticks: ticks / 64)
 
     @precondition(lambda self: self.decoding)
-    @rule(model=_one("decoding"), ahead=st.integers(1, 4), count=st.sampled_from([1, 1, 1, 2, 3]))
-    def let_steps_fail(self, model: LoadedModel, ahead: int, count: int) -> None:
-        """C11."""
+    @rule(
+        model=_one("decoding"),
+        how=st.sampled_from(["a step fails"] * 4 + ["three steps fail", "a step hangs", "a drop fails"]),
+        ahead=st.integers(1, 4),
+    )
+    def let_it_go_wrong(self, model: LoadedModel, how: str, ahead: int) -> None:
+        """C9, C11: soon, on a model where several sequences are under way."""
         number = model.decoder.statistics().steps + ahead
-        if not any(ahead >= number for ahead in model.decoder.fail_at):
-            for failing in range(number, number + count):
-                model.decoder.fail_at[failing] = laneway.DecodeError(f"step {failing} was to fail", status=-1)
-
-    @precondition(lambda self: self.decoding)
-    @rule(model=_one("decoding"), rarely=st.sampled_from([False] * 9 + [True]))
-    def let_a_drop_fail(self, model: LoadedModel, rarely: bool) -> None:
-        """C11."""
-        if rarely and model.drop_failure is None:
+        if how == "a step hangs":
+            model.decoder.hang_at.add(number)
+        elif how != "a drop fails":
+            for failing in range(number, number + (3 if how == "three steps fail" else 1)):
+                fail_step(model.decoder, failing)
+        elif model.drop_failure is None:
             model.drop_failure = model.decoder.statistics().drops + 1
             model.decoder.fail_drop[model.drop_failure] = laneway.DecodeError("this drop was to fail")
-
-    @precondition(lambda self: self.decoding)
-    @rule(model=_one("decoding"), rarely=st.sampled_from([False] * 3 + [True]))
-    def let_a_step_hang(self, model: LoadedModel, rarely: bool) -> None:
-        """C9: until all of its sequences are cancelled."""
-        if rarely:
-            model.decoder.hang_next()
 
     @property
     def decoding(self) -> list[LoadedModel]:
