@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import hypothesis
 import pytest
 import trio
@@ -362,7 +363,7 @@ def swaps_two_slots(patch: Patch) -> None:
     def swapped(self: Scheduler, step: Step, result: StepResult) -> list[Output]:
         if len(result.tokens) > 1:
             (one, token), (two, other), *rest = result.tokens.items()
-            result = StepResult({one: other, two: token, **dict(rest)}, result.seconds)
+            result = attrs.evolve(result, tokens={one: other, two: token, **dict(rest)})
         return postprocess(self, step, result)
 
     patch.setattr(Scheduler, "postprocess", swapped)

@@ -111,6 +111,8 @@ class Load:
     seconds_per_step: float = 1 / 64
     seconds_to_load: float = 0.0
     contiguous: bool = False
+    rounds: int = 1
+    """How many tokens of each sequence a step may make."""
     end_every: int | None = 24
     fails_every: int | None = None
     """One step in so many fails."""
@@ -244,6 +246,8 @@ class EngineHarness:
             chunk_min=4,
             chunk_max=8,
             chunk_probe=4,
+            rounds_target=load.seconds_per_step * load.rounds if load.rounds > 1 else 0.0,
+            rounds_max=load.rounds,
         )
 
         async def do() -> laneway.Model:

@@ -648,6 +648,7 @@ class DecodingMachine(EngineMachine):
         end_every=st.sampled_from([None, 24, 24]),
         seconds_per_step=st.sampled_from([0.0, 1 / 64, 1 / 64, 1 / 8]),
         contiguous=st.booleans(),
+        rounds=st.sampled_from([1, 1, 3]),
         fails_every=mostly(None, 3, 5, 9, odds=4),
     )
 
