@@ -78,7 +78,7 @@ class Sample:
     job_cpu_us: float | None = None
 
 
-class FailedError(Exception):
+class ProgramError(Exception):
     """A program did not do its job."""
 
 
@@ -98,7 +98,7 @@ def start(command: Sequence[str | Path], environment: dict[str, str] | None = No
         errors.seek(0)
         if process.returncode != 0:
             last = errors.read().strip().splitlines()[-3:]
-            raise FailedError(f"{Path(command[0]).name} ended with status {process.returncode}: {' | '.join(last)}")
+            raise ProgramError(f"{Path(command[0]).name} ended with status {process.returncode}: {' | '.join(last)}")
         unit = 1024 if sys.platform != "darwin" else 1024 * 1024  # kilobytes, but bytes on macOS
         return out.read(), usage.ru_maxrss / unit
 
@@ -184,7 +184,7 @@ class Case:
         text, memory = start(command, self._environment)
         done = [json.loads(line) for line in text.splitlines() if line.startswith("{")][1:]
         if len(done) != jobs:
-            raise FailedError(f"llama-batched-bench did {len(done)} of {jobs} jobs")
+            raise ProgramError(f"llama-batched-bench did {len(done)} of {jobs} jobs")
         return Sample(
             prompt_rate=median(job["speed_pp"] for job in done),
             decode_rate=median(job["speed_tg"] for job in done),
@@ -380,7 +380,7 @@ def build_programs(console: Console) -> tuple[Path, Path]:
             start([cmake, "-DLANEWAY_BUILD_BENCH=ON", folder])
             start([cmake, "--build", folder, "--target", "laneway-bench"])
         return folder / "bin", libraries
-    raise FailedError("there is no build folder: run `make build` first")
+    raise ProgramError("there is no build folder: run `make build` first")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -465,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for sequences in options.sequences
             ]
             results = measure(cases, options.rounds, options.jobs, console)
-    except FailedError as error:
+    except ProgramError as error:
         console.print(f"benchmarks: {error}", style="red")
         return 1
     show(results, console)
