@@ -101,9 +101,10 @@ class BatchPolicy:
     ``contiguous``: a step is fast only if the slots of its decoding sequences are consecutive, so holes are filled by
     moving the last one (split KV).  ``chunk_target`` is the time, in seconds, that one prefill chunk may take while
     others decode; ``idle_chunk_target`` the time while nobody does, and that of a burst of short prompts altogether.
-    Chunk sizes, in tokens, are multiples of ``chunk_quantum`` between ``chunk_min`` and ``chunk_max``; ``chunk_probe``
-    is the first one, before any was timed.  A chunk may take ``chunk_overrun`` of its target more where that ends its
-    prompt: a short rest would cost a pass over all weights.
+    Chunk sizes, in tokens, are ``chunk_min`` or multiples of ``chunk_quantum`` up to ``chunk_max``: what is computed in
+    tiles takes as long for a part of one.  ``chunk_probe`` is the first size, before any was timed.  A chunk may take
+    ``chunk_overrun`` of its target more where that fills a tile or ends its prompt: a short rest would cost a pass over
+    all weights.
 
     A decode step makes several tokens of each sequence, at most ``rounds_max``, while they take no more than
     ``rounds_target`` seconds together: going from step to step costs time that is missed where steps are short.  With
@@ -115,11 +116,11 @@ class BatchPolicy:
     flash_attention: bool = True
     chunk_target: float = 0.1
     idle_chunk_target: float = 0.4
-    chunk_quantum: int = 16
+    chunk_quantum: int = 32
     chunk_min: int = 16
     chunk_max: int = 512
     chunk_probe: int = 32
-    chunk_overrun: float = 0.25
+    chunk_overrun: float = 0.3
     rounds_target: float = 0.0
     rounds_max: int = 8
 
@@ -142,13 +143,17 @@ class BatchPolicy:
         before the first chunk), ``streams`` how many sequences are decoding and wait meanwhile.
         """
         if rate is None:
-            size = float(self.chunk_probe)
+            wanted = most = float(self.chunk_probe)
         else:
-            size = rate * (self.chunk_target if streams else self.idle_chunk_target)
-        if rate is not None and remaining <= min(size * (1 + self.chunk_overrun), self.chunk_max):
+            wanted = rate * (self.chunk_target if streams else self.idle_chunk_target)
+            most = wanted * (1 + self.chunk_overrun)
+        most = min(most, self.chunk_max)
+        if remaining <= most:
             return remaining
-        size = min(max(size, self.chunk_min), self.chunk_max)
-        return min(remaining, max(self.chunk_quantum, int(size) // self.chunk_quantum * self.chunk_quantum))
+        size = round(wanted / self.chunk_quantum) * self.chunk_quantum
+        if size > most:
+            size = int(most) // self.chunk_quantum * self.chunk_quantum
+        return min(remaining, max(self.chunk_min, size))
 
     def takes_in_burst(self, prompts: int, streams: int, seconds: float) -> bool:
         """Whether one more short prompt may be taken in before the next decode step.

@@ -529,7 +529,7 @@ def test_C9_the_first_chunk_is_a_probe_and_the_next_fills_the_target() -> None:
 
 def test_C9_with_nobody_decoding_chunks_may_take_longer() -> None:
     bench = Bench(seq(prompt=4000), window=100_000)
-    assert [n for n, _ in chunks(bench, Machine(0.0, 0.001), 2)] == [32, 400]
+    assert [n for n, _ in chunks(bench, Machine(0.0, 0.001), 2)] == [32, 384]
 
 
 @given(overhead=st.floats(0.0, 0.08), per_token=st.floats(1e-5, 0.005), quantum=st.sampled_from([1, 4, 16]))
@@ -539,7 +539,8 @@ def test_C9_chunks_grow_to_the_target_and_never_beyond(overhead: float, per_toke
     taken = chunks(streaming(seq(prompt=90_000), policy=policy), Machine(overhead, per_token), 60)
     sizes = [n for n, _ in taken]
     assert sizes == sorted(sizes)
-    assert max(seconds for _, seconds in taken) <= policy.chunk_target * 1.000001
+    most = policy.chunk_target * (1 + policy.chunk_overrun)
+    assert max(seconds for _, seconds in taken) <= most * 1.000001
     # At the end one quantum more would have been too much, by the last chunk's own speed.
     n, seconds = taken[-1]
     assert n == policy.chunk_max or (n + quantum) * seconds / n > policy.chunk_target * 0.999999
@@ -560,9 +561,9 @@ def test_C9_a_short_prompt_does_not_spoil_the_next_one() -> None:
     assert seconds <= 0.1
 
 
-@pytest.mark.parametrize(("rest", "sizes"), [(160, [160]), (200, [200]), (201, [160, 41])])
+@pytest.mark.parametrize(("rest", "sizes"), [(160, [160]), (208, [208]), (209, [160, 49])])
 def test_C9_a_short_rest_of_a_prompt_is_taken_along(rest: int, sizes: list[int]) -> None:
-    # 160 tokens fill the target, and 200 exceed it by a quarter.
+    # 160 tokens fill the target, and 208 exceed it as far as they may.
     machine = Machine(0.0, 0.1 / 160)
     bench = streaming(seq(1, prompt=32 + rest))
     assert [n for n, _ in chunks(bench, machine, 1 + len(sizes))] == [32, *sizes]
@@ -588,7 +589,7 @@ def test_C9_a_long_prompt_goes_by_its_own_last_chunk_not_by_a_new_ones() -> None
         chunks(bench, machine, 1)
     bench.scheduler.add(seq(2, prompt=6000))
     taken = chunks(bench, machine, 12)
-    assert max(seconds for _, seconds in taken) < 0.11
+    assert max(seconds for _, seconds in taken) < 0.135
     assert min(n for n, _ in taken[2::2]) > 1.5 * max(n for n, _ in taken[1::2])
 
 
