@@ -4,6 +4,7 @@
 - :class:`ScriptedDecoder` and :class:`ScriptedTokenizer` are what such a model is made of; :func:`expected_answer` says
   what it must answer.
 - :class:`GuestRun` drives a Trio run from synchronous code, a step at a time, in virtual time.
+- :func:`check_plugin` tries whether a plugin keeps what it declares.
 - :mod:`laneway.testing.strategies` draws requests, :mod:`laneway.testing.machines` holds state machines that judge an
   implementation by the contract.  These two need Hypothesis.
 
@@ -16,6 +17,9 @@ from laneway.testing._backend import ScriptedLoader as ScriptedLoader
 from laneway.testing._backend import ScriptedOptions as ScriptedOptions
 from laneway.testing._backend import scripted_backend as scripted_backend
 from laneway.testing._backend import scripted_loader_plugin as scripted_loader_plugin
+from laneway.testing._check_plugin import BrokenPromise as BrokenPromise
+from laneway.testing._check_plugin import CheckedOperation as CheckedOperation
+from laneway.testing._check_plugin import check_plugin as check_plugin
 from laneway.testing._decoder import SCRIPTED_POLICY as SCRIPTED_POLICY
 from laneway.testing._decoder import Call as Call
 from laneway.testing._decoder import ProtocolViolation as ProtocolViolation

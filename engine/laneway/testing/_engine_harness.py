@@ -332,7 +332,7 @@ class EngineHarness:
             timeout = model.queue_timeout
         model.last_asked = self.run.now
         if timeout is not None:
-            ask = attrs.evolve(ask, queue_timeout=timeout + number / 2**30)
+            ask = attrs.evolve(ask, queue_timeout=timeout + (number + 1) / 2**30)
         if request_id is None and ask.name == "fresh":
             request_id = f"r{number}"
         room = model.decoder.window - 4
