@@ -20,13 +20,21 @@ async def to_tokens(model: Model, messages: str | tuple[Message, ...]) -> list[i
 
     Raises :class:`InvalidRequestError` if the template refuses or is broken, or if the model has none.
     """
-    text = messages if isinstance(messages, str) else _template_of(model).render(messages)
+    return await text_to_tokens(model, messages if isinstance(messages, str) else template_of(model).render(messages))
+
+
+async def text_to_tokens(model: Model, text: str) -> list[int]:
+    """A text that begins where a prompt does, as tokens; see :func:`to_tokens`."""
     begin = model.tokenizer.special_text("bos")
     written = bool(begin) and text.startswith(begin)
     return await model.tokenize(text, bos=not written, special=True)
 
 
-def _template_of(model: Model) -> ChatTemplate:
+def template_of(model: Model) -> ChatTemplate:
+    """The model's chat template, compiled once.
+
+    Raises :class:`InvalidRequestError` if there is none, or if it is broken.
+    """
     template = _templates.get(model)
     if template is None:
         tokenizer = model.tokenizer

@@ -69,8 +69,10 @@ class ChatTemplate:
         except Exception as error:
             raise _fault(f"cannot be compiled: {_describe(error)}") from error
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
         """The prompt for ``messages``, up to where the assistant's answer begins.
+
+        Without ``generation_prompt`` it ends where the last message does.
 
         Raises :class:`InvalidRequestError` if the template refuses the messages, fails, or goes over its budget.
         """
@@ -80,7 +82,7 @@ class ChatTemplate:
         try:
             for part in self._template.generate(
                 messages=[attrs.asdict(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=generation_prompt,
                 **self._constants,
             ):
                 size += len(part)
