@@ -195,13 +195,18 @@ class DecodeError(LanewayError):
 
 @attrs.define(slots=False, eq=False)
 class FinetuneError(LanewayError):
-    """A training run ended badly.  ``step`` counts optimiser steps."""
+    """A training was refused, or ended badly.
+
+    ``step`` counts optimiser steps, ``log_line`` is the last that the training process has logged.
+    """
 
     reason: str
     step: int | None = None
+    log_line: str = ""
 
     def __str__(self) -> str:
-        return self.reason if self.step is None else f"{self.reason} (at step {self.step})"
+        text = self.reason if self.step is None else f"{self.reason} (at step {self.step})"
+        return f"{text}; its log ends with: {self.log_line}" if self.log_line else text
 
 
 @attrs.define(slots=False, eq=False)
