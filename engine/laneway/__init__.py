@@ -49,6 +49,7 @@ from laneway._snapshot import ModelSnapshot as ModelSnapshot
 from laneway._snapshot import RequestSnapshot as RequestSnapshot
 from laneway._sources import ModelSource as ModelSource
 from laneway._tokens import Answer as Answer
+from laneway._tokens import SavedState as SavedState
 from laneway._tokens import Tokens as Tokens
 from laneway.decoder import Sampling as Sampling
 from laneway.hookspecs import hookimpl as hookimpl

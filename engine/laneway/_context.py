@@ -9,7 +9,7 @@ import trio
 
 from laneway._errors import InvalidRequestError, ModelNotLoadedError
 from laneway._run import collect_stats
-from laneway._scheduler import Sequence
+from laneway._scheduler import Sequence, common_prefix
 from laneway._tokens import Tokens
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from laneway._events import Stats, TextDelta
     from laneway._model import Model
     from laneway._request import Request
+    from laneway._tokens import SavedState
     from laneway.decoder import Sampling
 
 
@@ -64,8 +65,14 @@ class Context:
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         deliver: Callable[[TextDelta], None] | None = None,
+        restore: SavedState | None = None,
+        keep_state: bool = False,
     ) -> Tokens:
         """Ask for an answer to ``prompt``.  Enter the result to let the sequence join the next step.
+
+        ``restore``: what it has in common with the prompt need not be computed, but for the prompt's last token.  A
+        state that does not load counts as none, and is logged; :attr:`Tokens.restored` tells.  ``keep_state``: let
+        :meth:`Tokens.saved_state` give what was in cells when the sequence ended.
 
         Raises :class:`ContextOverflowError` or :class:`InvalidRequestError` for what can never run, before anything
         has changed.
@@ -91,7 +98,11 @@ class Context:
             max_tokens=max_tokens,
             stop=stop,
         )
-        return Tokens(loop, sequence, request, deliver)
+        if restore is not None:
+            sequence.restorable = min(common_prefix(restore.tokens, sequence.prompt), len(prompt) - 1)
+            if not sequence.restorable:
+                restore = None
+        return Tokens(loop, sequence, request, deliver, restore=restore, keep_state=keep_state)
 
     def claim(self, key: Hashable) -> bool:
         """Try to hold one more key until the request ends; False if somebody else does (rule A13)."""

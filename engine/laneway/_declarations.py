@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laneway._events import Stats, TextDelta
     from laneway._model import Model
     from laneway._sources import ModelSource
-    from laneway._tokens import Tokens
+    from laneway._tokens import SavedState, Tokens
     from laneway.decoder import Decoder, Sampling, Tokenizer
 
 
@@ -241,8 +241,13 @@ class RequestContext(Protocol):
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         deliver: Callable[[TextDelta], None] | None = None,
+        restore: SavedState | None = None,
+        keep_state: bool = False,
     ) -> Tokens:
-        """Ask the model's decode loop for an answer to ``prompt`` (tokens)."""
+        """Ask the model's decode loop for an answer to ``prompt`` (tokens).
+
+        ``restore`` saves computing what a kept state has in common with the prompt; ``keep_state`` keeps this one's.
+        """
 
     def claim(self, key: Hashable) -> bool:
         """Try to hold one more key; False if somebody else does.  Never waits (rule A13)."""

@@ -1,7 +1,8 @@
 """The task that owns a model's decoder: schedule, step, postprocess, deliver.
 
-Nothing else calls the decoder (but for ``interrupt``), so its memory has one user.  Between two steps the loop takes in
-new sequences and drops those that left; during a step other tasks only leave notes here.
+Nothing else calls the decoder (but for ``interrupt`` and ``verify``), so its memory has one user.  Between two
+steps the loop takes in new sequences, loads what was saved of them, and saves and drops those that have ended; during a
+step other tasks only leave notes here.
 
 What a step gave is delivered when the next one has begun, so that readers are served while the backend works.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import types
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import trio
@@ -22,9 +24,9 @@ from laneway.decoder import StepInterrupted
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator
 
-    from laneway._scheduler import Output, Sequence, Step
+    from laneway._scheduler import Opening, Output, Sequence, Step
     from laneway._tokens import Tokens
-    from laneway.decoder import Decoder, StepResult, Tokenizer
+    from laneway.decoder import Decoder, Tokenizer
 
 log = logging.getLogger("laneway.decode")
 
@@ -50,19 +52,22 @@ class _DropError(Exception):
     """Ends the loop, and with it the model: rule C11."""
 
 
-@types.coroutine
-def _beside(step: Coroutine[Any, Any, StepResult], work: Callable[[], None]) -> Generator[Any, Any, StepResult]:
-    """Await ``step``, and do ``work`` once it waits: while the backend is busy, and without a task of its own.
+_T = TypeVar("_T")
 
-    ``work`` must not raise: the step would go on with nobody to wait for it.
+
+@types.coroutine
+def _beside(call: Coroutine[Any, Any, _T], work: Callable[[], None]) -> Generator[Any, Any, _T]:
+    """Await ``call``, and do ``work`` once it waits: while the backend is busy, and without a task of its own.
+
+    ``work`` must not raise: the call would go on with nobody to wait for it.
     """
     try:
-        trap = step.send(None)
+        trap = call.send(None)
         work()
         while True:
-            trap = step.send((yield trap))
+            trap = call.send((yield trap))
     except StopIteration as over:
-        result: StepResult = over.value
+        result: _T = over.value
         return result
 
 
@@ -83,6 +88,7 @@ class DecodeLoop:
         self._on_failed = on_failed
         self._streams: dict[Sequence, Tokens] = {}
         self._leaving: list[Tokens] = []
+        self._to_save: deque[Tokens] = deque()
         self._undelivered: list[tuple[Tokens, Output, float]] = []
         self._under_way: Step | None = None
         self._failed_steps = 0
@@ -152,6 +158,10 @@ class DecodeLoop:
         if self._under_way is not None and not self._wanted(self._under_way):
             self.decoder.interrupt()
 
+    async def verify(self, state: bytes) -> None:
+        """Raise :class:`DecodeError` for a saved state that :meth:`add` need not come with."""
+        await self.decoder.verify(state)
+
     # What the engine calls.
 
     @trio.lowlevel.enable_ki_protection
@@ -182,6 +192,14 @@ class DecodeLoop:
     async def _step_forever(self) -> None:
         while not self._stopping and self.failure is None:
             self._sweep()
+            if self._to_save:
+                await self._save(self._to_save.popleft())
+                continue
+            openings = self.scheduler.assign()
+            for opening in openings:
+                await self._open(opening)
+            if openings:
+                continue  # a load takes time, in which others may have left
             step = self.scheduler.schedule()
             if step is not None:
                 await self._execute(step)
@@ -196,10 +214,6 @@ class DecodeLoop:
             tokens = self._streams[step.sequences[0]]
             if tokens.first_chunk_at is None:
                 tokens.first_chunk_at = trio.current_time()
-        for sequence in step.opens:
-            self._open(sequence)
-        if step.prefill and step.sequences[0] not in self._streams:
-            return
         self._under_way = step
         try:
             result = await _beside(self.decoder.step(step.batch), self._deliver_beside)
@@ -218,8 +232,12 @@ class DecodeLoop:
         finally:
             self._under_way = None
 
-    def _open(self, sequence: Sequence) -> None:
+    async def _open(self, opening: Opening) -> None:
+        """Make a slot ready for its sequence."""
+        sequence = opening.sequence
         assert sequence.slot is not None
+        if opening.load:
+            await self._load(sequence)
         try:
             self.decoder.open(sequence.slot, sequence.sampling, sequence.prompt)
         except (DecodeError, InvalidRequestError) as error:
@@ -230,6 +248,37 @@ class DecodeLoop:
             self._forget(tokens)
             tokens.fail(error)
 
+    async def _load(self, sequence: Sequence) -> None:
+        restore = self._streams[sequence].restore
+        assert restore is not None
+        assert sequence.slot is not None
+        try:
+            load = self.decoder.load(sequence.slot, restore.data, sequence.computed, verified=True)
+            await _beside(load, self._deliver_beside)
+        except DecodeError as error:
+            log.warning("a saved state of model %r could not be loaded, so it is computed anew: %s", self._model, error)
+            self.scheduler.missed(sequence)
+
+    async def _save(self, tokens: Tokens) -> None:
+        """Copy the state of a sequence that has ended, then free its slot."""
+        sequence = tokens.sequence
+        assert sequence.slot is not None
+        try:
+            tokens.seal = await _beside(self.decoder.save(sequence.slot), self._deliver_beside)
+        except DecodeError as error:
+            log.warning("the state of a sequence of model %r could not be saved: %s", self._model, error)
+        self._drop(sequence.slot)
+        self._forget(tokens)
+
+    def _retire(self, tokens: Tokens) -> None:
+        """A sequence has ended: free its slot, at once or when its state was saved."""
+        sequence = tokens.sequence
+        if tokens.keep_state and sequence.slot is not None and sequence.whole and sequence.computed:
+            self._to_save.append(tokens)
+            return
+        self._drop(sequence.slot)
+        self._forget(tokens)
+
     def _collect(self, outputs: list[Output]) -> None:
         if not outputs:
             return
@@ -239,10 +288,10 @@ class DecodeLoop:
         self._undelivered.extend([(self._streams[output.sequence], output, now) for output in outputs])
         for output in outputs:
             if output.finish_reason is not None:
-                self._drop(output.slot_to_drop)
-                self._forget(self._streams[output.sequence])
+                self._retire(self._streams[output.sequence])
 
     def _interrupted(self, step: Step) -> None:
+        self.scheduler.interrupted(step)
         # Only calls that nobody wants are interrupted; should one be cut short all the same, whoever stayed must know.
         if self._wanted(step) and not self._stopping:
             self._step_failed(step, DecodeError("it was interrupted", sequences=len(step.sequences)))
@@ -253,8 +302,7 @@ class DecodeLoop:
         log.error("a step of model %r failed: %s", self._model, error)
         for sequence in self.scheduler.fail(step):
             tokens = self._streams[sequence]
-            self._drop(sequence.slot)
-            self._forget(tokens)
+            self._retire(tokens)
             ended = DecodeError(error.reason, error.status, len(step.sequences))
             ended.__cause__ = error
             tokens.fail(ended)
@@ -268,9 +316,9 @@ class DecodeLoop:
         # Popped one at a time: if a drop raises, what is left is still known to _end_all.
         while self._leaving:
             tokens = self._leaving.pop()
-            if tokens.sequence in self._streams:
-                self._drop(self.scheduler.remove(tokens.sequence))
-                self._forget(tokens)
+            if tokens.sequence in self._streams and tokens not in self._to_save:
+                self.scheduler.remove(tokens.sequence)
+                self._retire(tokens)
                 tokens.fail(trio.ClosedResourceError("this sequence was dropped"))
 
     def _drop(self, slot: int | None) -> None:
@@ -303,6 +351,7 @@ class DecodeLoop:
             tokens.fail(error)
             self._forget(tokens)
         self._leaving.clear()
+        self._to_save.clear()
 
     def _deliver_beside(self) -> None:
         self._delivering_beside = True

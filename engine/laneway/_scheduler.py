@@ -1,8 +1,9 @@
 """What the next native call does, and what its result means: continuous batching over a fixed number of slots.
 
 Rule 1: every change of a sequence's state, slot and position is made here.
-Rule 2: nothing here does I/O, has a clock or imports Trio.  The decode loop asks :meth:`Scheduler.schedule` for a step,
-runs it, hands the result to :meth:`Scheduler.postprocess` and carries out what it is told; seconds come with results.
+Rule 2: nothing here does I/O, has a clock or imports Trio.  The decode loop makes ready the slots that
+:meth:`Scheduler.assign` gives out, asks :meth:`Scheduler.schedule` for a step, runs it, hands the result to
+:meth:`Scheduler.postprocess` and carries out what it is told; seconds come with results.
 
 The policy:
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from laneway._events import StopReason, TokenLogprob
     from laneway.decoder import BatchPolicy, Sampling, StepResult
 
-__all__ = ["Output", "Scheduler", "SchedulerSnapshot", "Sequence", "SequenceState", "Step"]
+__all__ = ["Opening", "Output", "Scheduler", "SchedulerSnapshot", "Sequence", "SequenceState", "Step"]
 
 
 class SequenceState(enum.Enum):
@@ -51,8 +52,7 @@ class SequenceState(enum.Enum):
 class Sequence:
     """One prompt and its answer so far.  The first group is the caller's, the rest is kept by the :class:`Scheduler`.
 
-    ``(ticket, index)`` must be unique among live sequences.  ``computed`` may be given when the prompt's first tokens
-    will be in the slot's cells (a prefix that was loaded or copied) before the sequence's first chunk is run.
+    ``(ticket, index)`` must be unique among live sequences.
     """
 
     ticket: int
@@ -65,8 +65,14 @@ class Sequence:
     """At least 1; None: until the window is full."""
     stop: tuple[str, ...] = attrs.field(default=(), repr=False)
 
-    computed: int = 0
+    restorable: int = 0
+    """How many of the prompt's first tokens, not all of them, a saved state could bring into its cells."""
+    computed: int = attrs.field(default=0, init=False)
     """Tokens in cells: where the next chunk goes."""
+    cached: int = attrs.field(default=0, init=False)
+    """The first tokens of the prompt that were not computed for it."""
+    restored: int = attrs.field(default=0, init=False)
+    """Those of them that came from its saved state."""
     state: SequenceState = attrs.field(default=SequenceState.WAITING, init=False)
     slot: int | None = attrs.field(default=None, init=False)
     """Kept after the end until the slot has been released."""
@@ -79,6 +85,10 @@ class Sequence:
     text: TextAssembler = attrs.field(
         default=attrs.Factory(lambda self: TextAssembler(self.stop), takes_self=True), init=False, repr=False
     )
+    beyond: tuple[int, ...] = attrs.field(default=(), init=False, repr=False)
+    """What a step of several tokens has decoded after the end of the answer: it is in cells, too."""
+    whole: bool = attrs.field(default=True, init=False)
+    """Whether its cells are what they should be: not so after a step that failed or was interrupted."""
     decode_steps: int = attrs.field(default=0, init=False)
     """Decode steps that it took part in, counting each round of a step."""
     concurrency_sum: int = attrs.field(default=0, init=False)
@@ -93,20 +103,32 @@ class Sequence:
         """Its place in the order of prompts."""
         return self.ticket, self.index
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tokens in its cells, as long as it is whole."""
+        return (*self.prompt, *self.output)[: self.computed] + self.beyond
+
+
+@final
+@attrs.frozen
+class Opening:
+    """A sequence that has just been given its slot, and what is to be done to the slot before the next step.
+
+    If ``load``, the first ``sequence.computed`` tokens of its saved state are loaded; if they cannot be,
+    :meth:`Scheduler.missed` is told.  Then ``decoder.open(slot, sampling, prompt)`` is called.
+    """
+
+    sequence: Sequence
+    load: bool = False
+
 
 @final
 @attrs.frozen
 class Step:
-    """One native call and what it is about.
-
-    The loop calls ``decoder.open(slot, sampling, prompt)`` for each of ``opens``, in order, then runs ``batch``.
-    ``sequences`` has the sequence of each chunk, in chunk order.
-    """
+    """One native call and what it is about: ``sequences`` has the sequence of each chunk, in chunk order."""
 
     batch: StepBatch
     sequences: tuple[Sequence, ...]
-    opens: tuple[Sequence, ...]
-    """They have just been given their slot."""
     prefill: bool
     """True: one chunk of one prompt.  False: one token of each of ``sequences``."""
 
@@ -204,7 +226,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for a slot.  Its prompt was found on arrival to leave room in the window (rule A10)."""
         assert sequence.state is SequenceState.WAITING
-        assert 0 <= sequence.computed < len(sequence.prompt) < self._window
+        assert 0 <= sequence.restorable < len(sequence.prompt) < self._window
         assert sequence.max_tokens is None or sequence.max_tokens >= 1
         room = self._window - len(sequence.prompt)
         sequence.room = room if sequence.max_tokens is None else min(room, sequence.max_tokens)
@@ -247,22 +269,39 @@ class Scheduler:
 
     # A step
 
+    def assign(self) -> list[Opening]:
+        """Give the free slots to those who wait.  Everything that is returned is done, in order, before anything else.
+
+        A sequence that cannot be opened is removed; its slot is dropped and released as that of any other.
+        """
+        openings = []
+        while self._free and self._waiting:
+            ticket = min(self._waiting, key=self._claim)
+            sequence = self._waiting[ticket][0]
+            self._leave_line(sequence)
+            openings.append(self._give_slot(sequence))
+        return openings
+
+    def missed(self, sequence: Sequence) -> None:
+        """What was to be in its cells before its first chunk is not there: the slot is empty, all is to be computed."""
+        assert sequence.state is SequenceState.PREFILL
+        assert sequence.computed == sequence.cached
+        sequence.computed = sequence.cached = sequence.restored = 0
+
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing to do until somebody is added or resumed.
 
-        A step must be run, but for one: a prefill step whose own sequence could not be opened may be forgotten once
-        that sequence is removed.  Sequences are where they will be after the step's moves, which a decoder makes first,
-        so that even a step that fails leaves them there.
+        Comes right after :meth:`assign`.  A step must be run.  Sequences are where they will be after its moves, which
+        a decoder makes first, so that even a step that fails leaves them there.
         """
-        opens = self._give_slots() if self._waiting else ()
         if self._stale:
             self._refresh()
         if self._prefilling:
             sequence, size = self._next_chunk()
             if not self._streams or not self._chunk_was_last or self._burst_goes_on(sequence, size):
-                return self._prefill_step(opens, sequence, size)
+                return self._prefill_step(sequence, size)
         if self._streams:
-            return self._decode_step(opens)
+            return self._decode_step()
         return None
 
     def postprocess(self, step: Step, result: StepResult) -> list[Output]:
@@ -287,27 +326,28 @@ class Scheduler:
         Peers that the step only moved live on, at their new slots.  If a backend's move could fail half way, dropping
         the moves' sources as well leaves nothing behind; a peer whose cells were lost fails alone at its next step.
         """
+        self.interrupted(step)
         for sequence in step.sequences:
             self._retire(sequence)
         return list(step.sequences)
 
+    def interrupted(self, step: Step) -> None:
+        """A step was cut short: what is in the cells of its sequences, nobody knows.  They are to be removed."""
+        for sequence in step.sequences:
+            sequence.whole = False
+
     # Slots
 
-    def _give_slots(self) -> tuple[Sequence, ...]:
-        opens = []
-        while self._free and self._waiting:
-            ticket = min(self._waiting, key=self._claim)
-            sequence = self._waiting[ticket][0]
-            self._leave_line(sequence)
-            slot = self._policy.choose_slot(self._free)
-            self._free.remove(slot)
-            self._owners[slot] = sequence
-            self._holds[ticket] = self._holds.get(ticket, 0) + 1
-            sequence.slot = slot
-            sequence.state = SequenceState.PREFILL
-            self._prefilling.append(sequence)
-            opens.append(sequence)
-        return tuple(opens)
+    def _give_slot(self, sequence: Sequence) -> Opening:
+        slot = self._policy.choose_slot(self._free)
+        self._free.remove(slot)
+        self._owners[slot] = sequence
+        self._holds[sequence.ticket] = self._holds.get(sequence.ticket, 0) + 1
+        sequence.slot = slot
+        sequence.state = SequenceState.PREFILL
+        sequence.computed = sequence.cached = sequence.restored = sequence.restorable
+        self._prefilling.append(sequence)
+        return Opening(sequence, load=sequence.restorable > 0)
 
     def _claim(self, ticket: int) -> tuple[int, int]:
         return self._holds.get(ticket, 0), ticket
@@ -338,14 +378,14 @@ class Scheduler:
 
     # The two kinds of steps
 
-    def _decode_step(self, opens: tuple[Sequence, ...]) -> Step:
+    def _decode_step(self) -> Step:
         self._chunk_was_last = False
         self._intake = 0.0
         moves = self._close_gaps() if self._gaps else ()
         streams = self._streams
         chunks = tuple([Chunk(slot, sequence.computed, (sequence.output[-1],), True) for slot, sequence in streams])
         batch = StepBatch(chunks, moves, self._rounds())
-        return Step(batch, tuple([sequence for _, sequence in streams]), opens, prefill=False)
+        return Step(batch, tuple([sequence for _, sequence in streams]), prefill=False)
 
     def _rounds(self) -> int:
         """Tokens that the next decode step makes of each stream: no more than any of them has room for."""
@@ -354,13 +394,13 @@ class Scheduler:
             return 1
         return min(rounds, min(sequence.room - len(sequence.output) for _, sequence in self._streams))
 
-    def _prefill_step(self, opens: tuple[Sequence, ...], sequence: Sequence, size: int) -> Step:
+    def _prefill_step(self, sequence: Sequence, size: int) -> Step:
         self._chunk_was_last = True
         self._last_prompt = sequence.key
         start, end = sequence.computed, sequence.computed + size
         assert sequence.slot is not None
         chunk = Chunk(sequence.slot, start, sequence.prompt[start:end], end == len(sequence.prompt))
-        return Step(StepBatch((chunk,)), (sequence,), opens, prefill=True)
+        return Step(StepBatch((chunk,)), (sequence,), prefill=True)
 
     def _next_chunk(self) -> tuple[Sequence, int]:
         """The prompt whose turn it is, and how many of its tokens a chunk would take in."""
@@ -394,7 +434,7 @@ class Scheduler:
         """The moves of this decode step.
 
         Only decode steps move: a chunk does not care where its peers are, and a newcomer may fill a hole for nothing
-        meanwhile.  Slots were just given out, so a slot that is free now is one that nobody waits for.
+        meanwhile.  Slots have just been given out, so a slot that is free now is one that nobody waits for.
         """
         self._gaps = False  # asked once; any change of the streams asks anew
         taken = [slot for slot, _ in self._live()]
@@ -454,6 +494,8 @@ class Scheduler:
                 break
         else:
             return Output(sequence, taken, text, logprob)
+        picked = [tokens[slot] for tokens in rounds if slot in tokens]
+        sequence.beyond = tuple(picked[taken - 1 : -1])
         text += assembler.finish()  # which may complete a stop string, too
         sequence.finish_reason = reason if assembler.stopped is None else "stop"
         self._retire(sequence)
@@ -477,3 +519,19 @@ class Scheduler:
 
 
 _input_order = attrgetter("index")
+
+
+def common_prefix(left: tuple[int, ...], right: tuple[int, ...], known: int = 0) -> int:
+    """How many tokens two sequences have in common at their beginning; ``known``: so many are known to be."""
+    low, high = known, min(len(left), len(right))
+    size = 16
+    # Compared in growing pieces, then halved: slices are compared in C, and most differ early or not at all.
+    while low < high:
+        end = min(low + size, high)
+        if left[low:end] == right[low:end]:
+            low, size = end, size * 4
+        elif end - low == 1:
+            break
+        else:
+            high, size = end, max(1, (end - low) // 2)
+    return low

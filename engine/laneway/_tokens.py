@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol, Self
 
 import attrs
 import trio
 
+from laneway._errors import DecodeError
 from laneway._events import Stats, StopReason, TextDelta, TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
     from laneway._scheduler import Output, Sequence
+
+log = logging.getLogger("laneway.decode")
 
 
 @attrs.frozen
@@ -27,6 +31,24 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+@attrs.frozen
+class SavedState:
+    """What was in a sequence's cells: ``tokens``, first to last, and the backend's own bytes for them.
+
+    ``ctx.generate(..., keep_state=True)`` makes one, ``ctx.generate(..., restore=...)`` takes it.  The last token of an
+    answer is mostly not in it, for nothing came after it.  The bytes fit only the model and the settings that they are
+    of, and say so themselves.
+    """
+
+    tokens: tuple[int, ...] = attrs.field(repr=False)
+    data: bytes = attrs.field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes of ``data``."""
+        return len(self.data)
+
+
 class LoopHandle(Protocol):
     """What a :class:`Tokens` needs of the decode loop that feeds it."""
 
@@ -35,6 +57,9 @@ class LoopHandle(Protocol):
 
     def remove(self, tokens: Tokens) -> None:
         """Let the sequence leave at the next step."""
+
+    async def verify(self, state: bytes) -> None:
+        """Raise :class:`DecodeError` for a saved state that is of no use."""
 
     def pause(self, tokens: Tokens) -> None:
         """Keep the slot, decode nothing."""
@@ -68,8 +93,15 @@ class Tokens:
         sequence: Sequence,
         owner: Owner,
         deliver: Callable[[TextDelta], None] | None = None,
+        *,
+        restore: SavedState | None = None,
+        keep_state: bool = False,
     ) -> None:
         self.sequence = sequence
+        self.restore = restore
+        self.keep_state = keep_state
+        self.seal: Callable[[], Awaitable[bytes]] | None = None
+        """Makes bytes of the copy that was made of its cells when it ended."""
         self.leaving = False
         self.freed = trio.Event()
         """Set when the slot is free again, or was never given."""
@@ -87,6 +119,8 @@ class Tokens:
         self._reason: StopReason | None = None
         self._error: BaseException | None = None
         self._ended = trio.Event()
+        self._saved: SavedState | None = None
+        self._sealing = trio.Lock()
         self._reader = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
@@ -98,10 +132,10 @@ class Tokens:
     async def __aenter__(self) -> Self:
         if self._entered:
             raise RuntimeError("a sequence can be entered once: call ctx.generate() again for another")
-        if self._owner.closing:
-            raise trio.ClosedResourceError(
-                f"the handler of request {self._owner.id!r} has ended, and its permit with it"
-            )
+        self._check_owner()
+        if self.restore is not None:
+            await self._verify(self.restore)
+            self._check_owner()
         self._loop.add(self)
         self._entered = True
         self._owner.streams.append(self)
@@ -146,6 +180,31 @@ class Tokens:
         assert self._reason is not None
         return Answer(self.text, self.tokens, self._reason, self.stats, tuple(self._logprobs))
 
+    async def saved_state(self) -> SavedState | None:
+        """What was in its cells when it ended, once they are copied and the slot is free: with ``keep_state`` only.
+
+        It ends by its answer, or because its block was left.  None if nothing was in cells, if the step that it was in
+        failed or was cut short, or if copying failed, which is logged.
+        """
+        self._check_entered()
+        if not self.keep_state:
+            raise RuntimeError("no state was kept: call ctx.generate(..., keep_state=True)")
+        await self.freed.wait()
+        # Whoever asks a second time meanwhile waits for the one copy.
+        async with self._sealing:
+            if self.seal is not None:
+                try:
+                    self._saved = SavedState(self.sequence.held, await self.seal())
+                except DecodeError as error:
+                    log.warning("the state of a sequence could not be sealed: %s", error)
+                self.seal = None
+        return self._saved
+
+    @property
+    def restored(self) -> int:
+        """How many of the prompt's tokens came from the state that was to be restored; 0 before there is a slot."""
+        return self.sequence.restored
+
     @property
     def text(self) -> str:
         """The text so far."""
@@ -170,6 +229,7 @@ class Tokens:
             rate = (generated - 1) / (last - first)
         return Stats(
             prompt_tokens=len(sequence.prompt),
+            cached_tokens=sequence.cached,
             generated_tokens=generated,
             queue_seconds=0.0 if self.first_chunk_at is None else self.first_chunk_at - self._owner.arrived_at,
             time_to_first_token=None if first is None else first - self._owner.arrived_at,
@@ -228,6 +288,21 @@ class Tokens:
         if not self._ended.is_set():
             self._error = error
             self._end()
+
+    def _check_owner(self) -> None:
+        if self._owner.closing:
+            raise trio.ClosedResourceError(
+                f"the handler of request {self._owner.id!r} has ended, and its permit with it"
+            )
+
+    async def _verify(self, restore: SavedState) -> None:
+        """Look at a saved state before it is a matter of the decode loop, which has no time for checksums."""
+        try:
+            await self._loop.verify(restore.data)
+        except DecodeError as error:
+            log.warning("a saved state is of no use, so it is computed anew: %s", error)
+            self.restore = None
+            self.sequence.restorable = 0
 
     def _check_entered(self) -> None:
         if not self._entered:

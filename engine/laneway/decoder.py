@@ -1,7 +1,8 @@
 """What the engine asks of a decoder backend.
 
 A backend holds the token memory (KV cells) of a fixed number of *slots*.  The decode loop of a model is its only
-user: every call but :meth:`Decoder.interrupt` comes from one Trio task, and none comes while a step is under way.
+user: every call but :meth:`Decoder.interrupt` and :meth:`Decoder.verify` comes from one Trio task, and none comes while
+a step, a save or a load is under way.
 ``laneway_native.LlamaDecoder`` and ``laneway.testing.ScriptedDecoder`` implement this protocol; a backend of your own
 needs nothing else from the engine.
 """
@@ -22,7 +23,7 @@ from laneway._events import TokenLogprob as TokenLogprob
 from laneway.validators import number, of_type, optional, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
 __all__ = [
     "BatchPolicy",
@@ -254,6 +255,12 @@ class Decoder(Protocol):
     def policy(self) -> BatchPolicy:
         """How batches should look."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether :meth:`copy` and :meth:`cut` work here at all: slots share their cells, and each cell stands alone.
+
+        Either may still refuse a single slot, some of whose cells are gone (a window that slides)."""
+
     def check(self, sampling: Sampling) -> None:
         """Raise :class:`InvalidRequestError` if this backend cannot sample so.
 
@@ -261,7 +268,10 @@ class Decoder(Protocol):
         """
 
     def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
-        """Take an empty slot into use: its sampler begins anew and has seen ``prompt``."""
+        """Take a slot into use that has no sampler: its own begins anew and has seen ``prompt``.
+
+        Cells may be there already, of the prompt's first tokens: from :meth:`copy`, :meth:`load` or :meth:`cut`.
+        """
 
     def drop(self, slot: int) -> None:
         """Forget a slot's cells and sampler.  Dropping an empty slot does nothing."""
@@ -269,7 +279,13 @@ class Decoder(Protocol):
     def copy(self, source: int, target: int, length: int) -> None:
         """Give ``target``, an empty slot, the first ``length`` cells of ``source``.
 
-        Raises :class:`DecodeError` where the backend cannot share prefixes.
+        Raises :class:`DecodeError` where the backend cannot share prefixes, ``target`` then being empty.
+        """
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget a slot's sampler, and its cells but the first ``length``, which is at least 1.
+
+        Raises :class:`DecodeError` where the backend cannot cut there; the slot can then only be dropped.
         """
 
     async def step(self, batch: StepBatch) -> StepResult:
@@ -282,13 +298,24 @@ class Decoder(Protocol):
     def interrupt(self) -> None:
         """Stop the step under way, if there is one, as soon as can be.  Safe from any thread."""
 
-    async def save(self, slot: int) -> bytes:
-        """The whole state of a slot's cells, as bytes that :meth:`load` takes."""
+    async def save(self, slot: int) -> Callable[[], Awaitable[bytes]]:
+        """Copy the whole state of a slot's cells, and return what seals the copy: into bytes that :meth:`load` takes.
 
-    async def load(self, slot: int, state: bytes) -> None:
-        """Fill an empty slot from :meth:`save`'s bytes.
+        Sealing (a checksum over all of it, say) may take long, so it may be done by any task, beside steps, also after
+        :meth:`aclose`.  Both raise :class:`DecodeError` for a failure.
+        """
 
-        Raises :class:`DecodeError` if they do not fit, the slot then being empty.
+    async def verify(self, state: bytes) -> None:
+        """Raise :class:`DecodeError` unless these bytes are whole, undamaged and of this model and its settings.
+
+        May come from any task, beside steps.
+        """
+
+    async def load(self, slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
+        """Fill an empty slot from saved bytes, and keep the first ``length`` of their cells, which is at least 1.
+
+        ``verified``: :meth:`verify` took these bytes, so their checksum need not be computed again.
+        Raises :class:`DecodeError` if they do not fit, or cannot be cut there, the slot then being empty.
         """
 
     async def aclose(self) -> None:

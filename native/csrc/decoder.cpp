@@ -230,6 +230,17 @@ struct laneway_decoder {
         }
     }
 
+    // Sliding-window layers forget cells that a sequence needs no more; one that is shorter may need them.
+    void check_whole(int32_t slot, int32_t length) const {
+        const int32_t first = llama_memory_seq_pos_min(memory, slot);
+        if (first > std::max(0, length - std::max(window, 1))) {
+            throw Failure(LANEWAY_UNSUPPORTED, "the cells before token " + std::to_string(first) + " of slot " +
+                                                   std::to_string(slot) + " are gone: they slid out of the model's window",
+                          slot);
+        }
+    }
+
+    void cut(int32_t slot, int32_t length);
     size_t read_state(int32_t slot);
     void move(int32_t from, int32_t to);
     int32_t add(const laneway_batch &batch);
@@ -238,6 +249,24 @@ struct laneway_decoder {
     void sample(laneway_batch &batch, int32_t round);
     int32_t step(laneway_batch &batch, laneway_error *error);
 };
+
+void laneway_decoder::cut(int32_t slot, int32_t length) {
+    const int32_t held = this->length(slot);
+    if (length < 1 || length > held) {
+        throw Failure(LANEWAY_BAD_ARGUMENT, "slot " + std::to_string(slot) + " holds " + std::to_string(held) +
+                                                " tokens: the first " + std::to_string(length) + " cannot be kept", slot);
+    }
+    if (length == held) {
+        return;
+    }
+    if (!cuttable) {
+        throw Failure(LANEWAY_UNSUPPORTED, "recurrent and hybrid models cannot keep a part of a sequence", slot);
+    }
+    check_whole(slot, length);
+    if (!llama_memory_seq_rm(memory, slot, length, -1)) {
+        throw Failure(LANEWAY_BAD_STATE, "slot " + std::to_string(slot) + " could not be cut", slot);
+    }
+}
 
 size_t laneway_decoder::read_state(int32_t slot) {
     const size_t size = llama_state_seq_get_size(context.get(), slot);
@@ -555,15 +584,21 @@ int32_t laneway_decoder_copy(laneway_decoder *decoder, int32_t source, int32_t t
             throw Failure(LANEWAY_BAD_ARGUMENT, "slot " + std::to_string(source) + " holds " + std::to_string(held) +
                                                     " tokens: " + std::to_string(length) + " cannot be copied", source);
         }
-        // Sliding-window layers forget cells that the source needs no more; the copy, which is shorter, may need them.
-        const int32_t first = llama_memory_seq_pos_min(decoder->memory, source);
-        if (first > std::max(0, length - std::max(decoder->window, 1))) {
-            throw Failure(LANEWAY_UNSUPPORTED, "the cells before token " + std::to_string(first) + " of slot " +
-                                                   std::to_string(source) + " are gone: they slid out of the model's window",
-                          source);
-        }
+        decoder->check_whole(source, length);
         llama_memory_seq_cp(decoder->memory, source, target, 0, length);
     });
+}
+
+int32_t laneway_decoder_cut(laneway_decoder *decoder, int32_t slot, int32_t length, laneway_error *error) {
+    return guarded(error, [&] {
+        decoder->check_slot(slot);
+        decoder->samplers[slot].reset();
+        decoder->cut(slot, length);
+    });
+}
+
+int32_t laneway_decoder_shares_prefixes(const laneway_decoder *decoder) {
+    return decoder->unified && decoder->cuttable;
 }
 
 int32_t laneway_decoder_length(const laneway_decoder *decoder, int32_t slot) {
@@ -600,7 +635,7 @@ int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, const 
 }
 
 int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const uint8_t *bytes, size_t size,
-                                  laneway_error *error) {
+                                  int32_t length, laneway_error *error) {
     return guarded(error, [&] {
         decoder->check_slot(slot);
         decoder->check_empty(slot);
@@ -610,6 +645,12 @@ int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const 
             const std::string text = reason.text("llama.cpp did not take all of the state");
             decoder->clear(slot);
             throw Failure(LANEWAY_BAD_STATE, text, slot);
+        }
+        try {
+            decoder->cut(slot, length);
+        } catch (const Failure &) {
+            decoder->clear(slot);
+            throw;
         }
     });
 }

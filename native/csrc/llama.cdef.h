@@ -209,6 +209,10 @@ int32_t laneway_decoder_open(laneway_decoder *decoder, int32_t slot, const lanew
 int32_t laneway_decoder_drop(laneway_decoder *decoder, int32_t slot, laneway_error *error);
 int32_t laneway_decoder_copy(laneway_decoder *decoder, int32_t source, int32_t target, int32_t length,
                              laneway_error *error);
+// Forgets a slot's sampler, and its cells but the first length.
+int32_t laneway_decoder_cut(laneway_decoder *decoder, int32_t slot, int32_t length, laneway_error *error);
+// Whether copy works here, and cut for any length, as long as no cells have slid away.
+int32_t laneway_decoder_shares_prefixes(const laneway_decoder *decoder);
 // Cells of a slot: the position after the last one, 0 if it is empty.
 int32_t laneway_decoder_length(const laneway_decoder *decoder, int32_t slot);
 int32_t laneway_decoder_is_open(const laneway_decoder *decoder, int32_t slot);
@@ -251,5 +255,6 @@ void laneway_decoder_arm(laneway_decoder *decoder);
 // A slot's cells as bytes, which belong to the decoder and hold until its next call.  size: 0 for an empty slot.
 int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, const uint8_t **bytes, size_t *size,
                                   laneway_error *error);
+// Keeps the first length tokens of it; after an error the slot is empty.
 int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const uint8_t *bytes, size_t size,
-                                  laneway_error *error);
+                                  int32_t length, laneway_error *error);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
 import secrets
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import attrs
@@ -31,7 +33,7 @@ from laneway_native._policy import KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from types import TracebackType
 
     from laneway.decoder import StepBatch
@@ -244,6 +246,11 @@ class LlamaDecoder:
         return self._policy
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether :meth:`copy` and :meth:`cut` work here: unified KV mode, no recurrent and no hybrid model."""
+        return bool(lib.laneway_decoder_shares_prefixes(self.handle))
+
+    @property
     def threads(self) -> int:
         """Threads of a step, the calling one included."""
         return self._threads
@@ -270,7 +277,7 @@ class LlamaDecoder:
     def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
         """Give a slot a sampler that has seen ``prompt``.
 
-        It must have none; cells may be there, from :meth:`copy` or :meth:`load`.
+        It must have none; cells may be there, from :meth:`copy`, :meth:`cut` or :meth:`load`.
         """
         self.check(sampling)
         native = native_sampling(sampling)
@@ -291,6 +298,15 @@ class LlamaDecoder:
         needs have slid out of the model's window.
         """
         check(lib.laneway_decoder_copy(self.handle, source, target, length, self._error), self._error)
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget a slot's sampler, and its cells but the first ``length``.
+
+        Raises :class:`DecodeError` for recurrent and hybrid models, and where cells that what is left needs have slid
+        out of the model's window; the sampler is gone then, too.
+        """
+        self._with_logprobs.discard(slot)
+        check(lib.laneway_decoder_cut(self.handle, slot, length, self._error), self._error)
 
     def length(self, slot: int) -> int:
         """Tokens that a slot holds."""
@@ -381,40 +397,48 @@ class LlamaDecoder:
 
     # State.
 
-    async def save(self, slot: int) -> bytes:
-        """A slot's cells, sealed with length, checksum and fingerprint.  Raises :class:`DecodeError` if it has none."""
+    async def save(self, slot: int) -> Callable[[], Awaitable[bytes]]:
+        """Copy a slot's cells; what is returned seals the copy with length, checksum and fingerprint.
+
+        Raises :class:`DecodeError` if it has none.
+        """
         handle = self.handle
         state = b""
         with trio.CancelScope(shield=True):
-            state = await trio.to_thread.run_sync(self._save, handle, slot, limiter=self._limiter)
-        return state  # noqa: RET504 - to the type checker a scope may swallow what is raised in it
+            state = await trio.to_thread.run_sync(self._copy_out, handle, slot, limiter=self._limiter)
+        return functools.partial(_seal, state, self._fingerprint)
 
-    def _save(self, handle: DecoderHandle, slot: int) -> bytes:
+    @staticmethod
+    def _copy_out(handle: DecoderHandle, slot: int) -> bytes:
         error = new_error()
         state = ffi.new("uint8_t **")
         size = ffi.new("size_t *")
         check(lib.laneway_decoder_state_get(handle, slot, state, size, error), error)
         if size[0] == 0:
             raise DecodeError(f"slot {slot} is empty: there is nothing to save")
-        return seal(memoryview(ffi.buffer(state[0], size[0])), self._fingerprint)
+        with _memory_for("a copy of the cells"):
+            return bytes(ffi.buffer(state[0], size[0]))
 
-    async def load(self, slot: int, state: bytes) -> None:
-        """Fill a slot that holds no cells.
+    async def verify(self, state: bytes) -> None:
+        """Raise :class:`DecodeError` if the bytes are not whole, or of another model or setting."""
+        await trio.to_thread.run_sync(unseal, state, self._fingerprint)
 
-        Raises :class:`DecodeError` if the bytes are not whole, or of another model or setting.
+    async def load(self, slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
+        """Fill a slot that holds no cells, and keep the first ``length`` of them.
+
+        Raises :class:`DecodeError` if the bytes are not whole, of another model or setting, of fewer tokens, or cannot
+        be cut there; the slot then holds none.  ``verified`` leaves out the checksum.
         """
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(self._load, self.handle, slot, state, limiter=self._limiter)
+            await trio.to_thread.run_sync(self._load, self.handle, slot, state, length, verified, limiter=self._limiter)
 
-    def _load(self, handle: DecoderHandle, slot: int, sealed: bytes) -> None:
-        state = unseal(sealed, self._fingerprint)
+    def _load(self, handle: DecoderHandle, slot: int, sealed: bytes, length: int, verified: bool) -> None:
+        state = unseal(sealed, self._fingerprint, checksum=not verified)
+        if length > self._window:
+            raise DecodeError(f"{length} tokens of a saved state are more than the {self._window} of a slot")
         error = new_error()
-        check(
-            lib.laneway_decoder_state_set(handle, slot, ffi.from_buffer("uint8_t[]", state), len(state), error), error
-        )
-        if lib.laneway_decoder_length(handle, slot) > self._window:
-            check(lib.laneway_decoder_drop(handle, slot, error), error)
-            raise DecodeError(f"the saved state has more tokens than the {self._window} of a slot")
+        data = ffi.from_buffer("uint8_t[]", state)
+        check(lib.laneway_decoder_state_set(handle, slot, data, len(state), length, error), error)
 
     # The end.
 
@@ -497,6 +521,22 @@ def check_grammar(model: Model, grammar: str) -> None:
     out = ffi.new("laneway_sampler **")
     check(lib.laneway_sampler_new(model.handle, native.struct, ffi.NULL, 0, out, error), error)
     lib.laneway_sampler_free(out[0])
+
+
+async def _seal(state: bytes, print_: bytes) -> bytes:
+    def work() -> bytes:
+        with _memory_for("a saved state"):
+            return seal(state, print_)
+
+    return await trio.to_thread.run_sync(work)
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise DecodeError(f"there is no memory for {what}") from None
 
 
 def context_need_of(model: Model, *, cells: int, slots: int, kv: KvType, policy: BatchPolicy) -> Need:

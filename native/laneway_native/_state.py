@@ -38,8 +38,11 @@ def seal(state: bytes | memoryview, print_: bytes) -> bytes:
     return b"".join((_MARK.pack(MAGIC, VERSION), checksum, facts, state))
 
 
-def unseal(sealed: bytes, print_: bytes) -> memoryview:
-    """The state inside, if nothing is wrong with it.  Raises :class:`DecodeError` with the reason."""
+def unseal(sealed: bytes, print_: bytes, *, checksum: bool = True) -> memoryview:
+    """The state inside, if nothing is wrong with it.  Raises :class:`DecodeError` with the reason.
+
+    ``checksum``: False leaves it out, which takes most of the time.
+    """
     if len(sealed) < OVERHEAD:
         raise DecodeError(f"the saved state is truncated: {len(sealed)} bytes, its header alone has {OVERHEAD}")
     magic, version = _MARK.unpack_from(sealed)
@@ -47,12 +50,12 @@ def unseal(sealed: bytes, print_: bytes) -> memoryview:
         raise DecodeError("these bytes are no saved state: they do not begin with its mark")
     if version != VERSION:
         raise DecodeError(f"the saved state has format {version}, this version reads {VERSION}")
-    (checksum,) = _CHECKSUM.unpack_from(sealed, _MARK.size)
+    (expected,) = _CHECKSUM.unpack_from(sealed, _MARK.size)
     length, theirs = _FACTS.unpack_from(sealed, _MARK.size + _CHECKSUM.size)
     if length != len(sealed) - OVERHEAD:
         raise DecodeError(f"the saved state is truncated: {len(sealed) - OVERHEAD} of {length} bytes")
     view = memoryview(sealed)
-    if zlib.crc32(view[_MARK.size + _CHECKSUM.size :]) != checksum:
+    if checksum and zlib.crc32(view[_MARK.size + _CHECKSUM.size :]) != expected:
         raise DecodeError("the saved state is damaged: its checksum is wrong")
     if theirs != print_:
         raise DecodeError("the saved state is of another model, adapter or context setting")

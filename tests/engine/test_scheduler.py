@@ -22,7 +22,7 @@ def seq(
     prompt: int = 4,
     max_tokens: int | None = None,
     stop: tuple[str, ...] = (),
-    computed: int = 0,
+    restorable: int = 0,
 ) -> Sequence:
     """A sequence whose prompt has so many tokens."""
     return Sequence(
@@ -32,7 +32,7 @@ def seq(
         sampling=SAMPLING,
         max_tokens=max_tokens,
         stop=stop,
-        computed=computed,
+        restorable=restorable,
     )
 
 
@@ -50,9 +50,15 @@ class Bench:
             self.scheduler.add(sequence)
 
     def next(self) -> Step:
+        self.opened = tuple(opening.sequence for opening in self.scheduler.assign())
         step = self.scheduler.schedule()
         assert step is not None
         return step
+
+    def opens(self) -> tuple[Sequence, ...]:
+        """Who has been given a slot for the next step."""
+        self.next()
+        return self.opened
 
     def finish(
         self, step: Step, token: int = LETTER, seconds: float = 0.01, logprobs: dict[int, TokenLogprob] | None = None
@@ -98,35 +104,35 @@ def test_A15_a_free_slot_goes_to_the_request_that_holds_fewest() -> None:
     first = [seq(1, index) for index in range(4)]
     second = [seq(2, index) for index in range(2)]
     bench = Bench(*first, slots=3)
-    assert bench.next().opens == tuple(first[:3])
+    assert bench.opens() == tuple(first[:3])
     for late in second:
         bench.scheduler.add(late)
     bench.remove(first[0])
-    assert bench.next().opens == (second[0],)  # 2 against 0
+    assert bench.opens() == (second[0],)  # 2 against 0
     bench.remove(first[1])
-    assert bench.next().opens == (first[3],)  # 1 against 1: the older one
+    assert bench.opens() == (first[3],)  # 1 against 1: the older one
     bench.remove(first[2])
-    assert bench.next().opens == (second[1],)  # nobody else waits
+    assert bench.opens() == (second[1],)  # nobody else waits
 
 
 def test_A15_slots_given_at_one_time_are_shared_out_too() -> None:
     bench = Bench(*[seq(ticket, index) for ticket in (3, 1, 2) for index in range(4)], slots=5)
-    assert [sequence.key for sequence in bench.next().opens] == [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1)]
+    assert [sequence.key for sequence in bench.opens()] == [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1)]
 
 
 def test_A15_inside_a_request_input_order_counts_not_the_order_of_arrival() -> None:
     bench = Bench(*[seq(1, index) for index in (3, 0, 2, 1)], slots=3)
-    assert [sequence.index for sequence in bench.next().opens] == [0, 1, 2]
+    assert [sequence.index for sequence in bench.opens()] == [0, 1, 2]
 
 
 def test_A15_a_slot_on_its_way_out_counts_no_longer() -> None:
     bench = Bench(seq(1, 0), seq(1, 1), seq(2, 0), seq(2, 1), slots=2)
-    one, two = bench.next().opens
+    one, two = bench.opens()
     assert (one.ticket, two.ticket) == (1, 2)
     slots = [bench.scheduler.remove(one), bench.scheduler.remove(two)]
     for slot in slots:
         bench.release(slot)
-    assert [sequence.key for sequence in bench.next().opens] == [(1, 1), (2, 1)]
+    assert [sequence.key for sequence in bench.opens()] == [(1, 1), (2, 1)]
 
 
 def test_A15_prompts_take_turns_in_ticket_order() -> None:
@@ -144,7 +150,7 @@ def test_a_new_sequence_takes_the_lowest_free_slot() -> None:
     bench.remove(sequences[2])
     bench.remove(sequences[1])
     bench.scheduler.add(late := seq(2))
-    assert bench.next().opens == (late,)
+    assert bench.opens() == (late,)
     assert late.slot == 1
 
 
@@ -158,7 +164,7 @@ def test_a_slot_is_not_given_away_before_it_is_released() -> None:
     assert bench.scheduler.snapshot().slots == {0: (1, 0, SequenceState.FINISHED)}
     bench.scheduler.release(slot)
     assert first.slot is None
-    assert bench.next().opens == (second,)
+    assert bench.opens() == (second,)
 
 
 def test_a_waiting_sequence_leaves_at_once_and_removing_twice_changes_nothing() -> None:
@@ -171,15 +177,15 @@ def test_a_waiting_sequence_leaves_at_once_and_removing_twice_changes_nothing() 
     assert bench.scheduler.remove(first) == 0
     assert bench.scheduler.remove(first) is None
     bench.scheduler.release(0)
-    assert bench.next().opens == (third,)
+    assert bench.opens() == (third,)
 
 
 def test_equal_places_in_the_input_are_told_apart() -> None:
     bench = Bench(first := seq(1, 5), second := seq(1, 5), third := seq(1, 5), slots=1)
     bench.remove(second)
-    assert bench.next().opens == (first,)
+    assert bench.opens() == (first,)
     bench.remove(first)
-    assert bench.next().opens == (third,)
+    assert bench.opens() == (third,)
 
 
 def test_snapshot_and_repr_tell_who_holds_and_who_waits() -> None:
@@ -322,11 +328,43 @@ def test_only_the_last_chunk_of_a_prompt_samples() -> None:
 
 
 def test_a_prompt_whose_beginning_is_in_cells_already_goes_on_from_there() -> None:
-    bench = Bench(sequence := seq(prompt=10, computed=6))
+    bench = Bench(sequence := seq(prompt=10, restorable=6))
     chunk = bench.step().batch.chunks[0]
     assert (chunk.position, list(chunk.tokens), chunk.sample) == (6, [7, 8, 9, 10], True)
     assert bench.step().batch.chunks[0].position == 10
-    assert sequence.computed == 11
+    assert (sequence.computed, sequence.cached, sequence.restored) == (11, 6, 6)
+
+
+def test_a_beginning_that_could_not_be_loaded_is_computed() -> None:
+    bench = Bench(sequence := seq(prompt=10, restorable=6))
+    (opening,) = bench.scheduler.assign()
+    assert (opening.sequence, opening.load, sequence.computed) == (sequence, True, 6)
+    bench.scheduler.missed(sequence)
+    chunk = bench.step().batch.chunks[0]
+    assert (chunk.position, len(chunk.tokens)) == (0, 10)
+    assert (sequence.cached, sequence.restored) == (0, 0)
+
+
+def test_what_a_step_decodes_after_the_end_of_an_answer_is_in_cells_too() -> None:
+    policy = BatchPolicy(rounds_target=1.0, rounds_max=4)
+    bench = Bench(sequence := seq(prompt=3, stop=("ab",)), policy=policy)
+    bench.step(ord("x"))
+    bench.step(ord("y"), seconds=0.1)
+    step = bench.next()
+    assert step.batch.rounds == 4
+    rounds = [{0: ord(letter)} for letter in "abcd"]
+    (output,) = bench.scheduler.postprocess(step, StepResult(rounds[0], 0.4, later=tuple(rounds[1:])))
+    assert (output.finish_reason, output.tokens, bytes(sequence.output)) == ("stop", 2, b"xyab")
+    assert sequence.held == (1, 2, 3, *b"xyabc")
+    assert sequence.whole
+
+
+@pytest.mark.parametrize("how", ["fail", "interrupted"])
+def test_a_step_that_was_not_finished_leaves_its_sequences_broken(how: str) -> None:
+    bench = Bench(one := seq(1), two := seq(2))
+    bench.step()
+    getattr(bench.scheduler, how)(bench.next())
+    assert (one.whole, two.whole) == (True, False)
 
 
 def test_concurrency_is_counted_over_decode_steps() -> None:

@@ -72,6 +72,12 @@ class Driver:
         del self.tokens[slot]
 
 
+async def saved(decoder: LlamaDecoder, slot: int) -> bytes:
+    """A slot's state, sealed."""
+    seal = await decoder.save(slot)
+    return await seal()
+
+
 async def answer(
     decoder: LlamaDecoder, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, **options: Any
 ) -> list[int]:

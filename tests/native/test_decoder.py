@@ -25,7 +25,7 @@ from laneway.decoder import (
     StepInterrupted,
 )
 from laneway_native import LlamaDecoder, Model
-from tests.native.driving import GREEDY, Driver, answer, decoder_of, prompts
+from tests.native.driving import GREEDY, Driver, answer, decoder_of, prompts, saved
 from tests.tiny_model import write_tiny_model
 
 MODES: list[dict[str, Any]] = [
@@ -528,6 +528,51 @@ async def test_opening_and_closing_decoders_leaves_memory_and_threads_as_they_we
 
 
 @in_every_mode
+async def test_a_cut_slot_is_the_beginning_of_another_prompt(tiny: Model, mode: dict[str, Any]) -> None:
+    prompt = prompts(tiny)[3]
+    async with decoder_of(tiny, **mode) as decoder:
+        for length in (1, 6, len(prompt)):
+            other = [*prompt[:length], *prompts(tiny)[2]]
+            expected = await answer(decoder, other, 10)
+            driver = Driver(decoder)
+            await driver.start(1, prompt)
+            await driver.start(0, prompts(tiny)[0])
+            await driver.decode()
+            decoder.cut(1, length)
+            del driver.tokens[1]
+            assert decoder.length(1) == length
+            with pytest.raises(DecodeError, match="is not open"):
+                await decoder.step(StepBatch((Chunk(1, length, [1], True),)))
+            await driver.decode()
+            await driver.start(1, other, done=length)
+            for _ in range(9):
+                await driver.decode()
+            assert driver.tokens[1][len(other) :] == expected
+            driver.drop(0)
+            driver.drop(1)
+
+
+async def test_a_cut_keeps_no_more_and_no_less_than_there_is(tiny: Model) -> None:
+    prompt = prompts(tiny)[0]
+    async with decoder_of(tiny) as decoder:
+        await Driver(decoder).start(0, prompt)
+        for length in (-1, 0, len(prompt) + 1):
+            with pytest.raises(DecodeError, match="cannot be kept"):
+                decoder.cut(0, length)
+        assert decoder.length(0) == len(prompt)
+        with pytest.raises(DecodeError, match="cannot be kept"):
+            decoder.cut(1, 1)
+        with pytest.raises(DecodeError, match="does not exist"):
+            decoder.cut(4, 1)
+
+
+@pytest.mark.parametrize(("kv_mode", "shares"), [("unified", True), ("split", False)])
+async def test_prefixes_are_shared_in_unified_cells(tiny: Model, kv_mode: Any, shares: bool) -> None:
+    async with decoder_of(tiny, kv_mode=kv_mode) as decoder:
+        assert decoder.shares_prefixes is shares
+
+
+@in_every_mode
 async def test_a_saved_sequence_goes_on_in_another_slot(tiny: Model, mode: dict[str, Any]) -> None:
     prompt = prompts(tiny)[0]
     async with decoder_of(tiny, **mode) as decoder:
@@ -536,11 +581,11 @@ async def test_a_saved_sequence_goes_on_in_another_slot(tiny: Model, mode: dict[
         await driver.start(0, prompt)
         for _ in range(6):
             await driver.decode()
-        state = await decoder.save(0)
+        state = await saved(decoder, 0)
         tokens = driver.tokens[0]
         driver.drop(0)
         await driver.start(1, prompts(tiny)[1])
-        await decoder.load(3, state)
+        await decoder.load(3, state, len(tokens) - 1)
         assert decoder.length(3) == len(tokens) - 1
         decoder.open(3, GREEDY, tokens)
         driver.tokens[3] = tokens

@@ -11,7 +11,7 @@ import pytest
 
 from laneway.decoder import DecodeError, ModelLoadError
 from laneway_native import LlamaDecoder, Model
-from tests.native.driving import Driver, answer, decoder_of, prompts
+from tests.native.driving import Driver, answer, decoder_of, prompts, saved
 from tests.tiny_model import Plain, Tensor, TensorType, write_gguf
 
 RANK = 4
@@ -64,12 +64,12 @@ async def test_K4_states_are_of_their_adapters(tiny: Model, tmp_path: Path) -> N
         async with decoder_of(tiny, lora=lora) as decoder:
             prints.append(decoder.state_fingerprint)
             await Driver(decoder).start(0, prompts(tiny)[0])
-            state = await decoder.save(0)
+            state = await saved(decoder, 0)
     assert len(set(prints)) == len(prints)
     async with decoder_of(tiny, lora=((moved, 1.0),)) as decoder:
         assert decoder.state_fingerprint == prints[1]
         with pytest.raises(DecodeError, match="another model, adapter"):
-            await decoder.load(0, state)
+            await decoder.load(0, state, 1)
 
 
 @pytest.mark.parametrize(

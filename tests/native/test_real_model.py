@@ -10,7 +10,7 @@ import pytest
 
 from laneway.decoder import ModelLoadError, Sampling
 from laneway_native import Model
-from tests.native.driving import GREEDY, Driver, answer, decoder_of
+from tests.native.driving import GREEDY, Driver, answer, decoder_of, saved
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -72,9 +72,9 @@ async def test_a_restored_sequence_goes_on_identically(smollm2: Model, kv_mode: 
         await driver.start(0, prompt)
         for _ in range(5):
             await driver.decode()
-        state, tokens = await decoder.save(0), driver.tokens[0]
+        state, tokens = await saved(decoder, 0), driver.tokens[0]
         driver.drop(0)
-        await decoder.load(1, state)
+        await decoder.load(1, state, len(tokens) - 1)
         decoder.open(1, GREEDY, tokens)
         driver.tokens[1] = tokens
         for _ in range(10):

@@ -9,7 +9,7 @@ import pytest
 
 from laneway.decoder import Chunk, DecodeError, StepBatch
 from laneway_native import LlamaDecoder, Model
-from tests.native.driving import GREEDY, Driver, answer, decoder_of
+from tests.native.driving import GREEDY, Driver, answer, decoder_of, saved
 from tests.tiny_model import tiny_model_parts, write_gguf
 
 WINDOW = 8
@@ -65,10 +65,10 @@ async def test_a_saved_sequence_goes_on(sliding: Model, mode: dict[str, Any]) ->
         await driver.start(0, prompt, chunk=300)
         for _ in range(4):
             await driver.decode()
-        state = await decoder.save(0)
+        state = await saved(decoder, 0)
         tokens = driver.tokens[0]
         driver.drop(0)
-        await decoder.load(3, state)
+        await decoder.load(3, state, len(tokens) - 1)
         decoder.open(3, GREEDY, tokens)
         driver.tokens[3] = tokens
         for _ in range(5):
@@ -103,9 +103,9 @@ async def test_prefixes_of_any_length_can_be_shared(sliding: Model) -> None:
 async def test_a_copy_is_refused_where_cells_slid_away(sliding: Model) -> None:
     async with decoder_of(sliding, context_size=8192, parallel=2, kv_mode="unified") as decoder:
         await fill(decoder, 0, text(3000))
-        state = await decoder.save(0)  # which leaves out what the window no longer covers
+        state = await saved(decoder, 0)  # which leaves out what the window no longer covers
         decoder.drop(0)
-        await decoder.load(0, state)
+        await decoder.load(0, state, 3000)
         with pytest.raises(DecodeError, match="are gone: they slid out of the model's window"):
             decoder.copy(0, 1, 200)
         assert decoder.length(1) == 0
@@ -120,3 +120,37 @@ async def test_A10_every_slot_holds_its_window(sliding: Model, mode: dict[str, A
         for slot in range(parallel):
             await fill(decoder, slot, text(1200))
         assert [decoder.length(slot) for slot in range(parallel)] == [1200] * parallel
+
+
+async def test_a_cut_is_refused_where_cells_slid_away(sliding: Model) -> None:
+    """A single slot forgets cells as they slide out of the window; shared ones stay, but for a state that was saved."""
+    async with decoder_of(sliding, context_size=4096, parallel=1) as decoder:
+        await fill(decoder, 0, text(3000))
+        with pytest.raises(DecodeError, match="are gone: they slid out of the model's window"):
+            decoder.cut(0, 200)
+        decoder.drop(0)
+        await fill(decoder, 0, text(3000))
+        decoder.cut(0, 3000)
+        state = await saved(decoder, 0)
+        decoder.drop(0)
+        with pytest.raises(DecodeError, match="are gone: they slid out of the model's window"):
+            await decoder.load(0, state, 200)
+        assert decoder.length(0) == 0
+        await decoder.load(0, state, 3000)
+        assert decoder.length(0) == 3000
+
+
+async def test_a_cut_within_the_window_goes_on_as_if_computed(sliding: Model) -> None:
+    async with decoder_of(sliding, context_size=4096, parallel=1) as decoder:
+        prompt = text(900)
+        for length in (899, 890):
+            other = [*prompt[:length], *text(9)[::-1]]
+            expected = await answer(decoder, other, 6, chunk=300)
+            await fill(decoder, 0, prompt)
+            decoder.cut(0, length)
+            driver = Driver(decoder)
+            await driver.start(0, other, done=length)
+            for _ in range(5):
+                await driver.decode()
+            assert driver.tokens[0][len(other) :] == expected
+            driver.drop(0)

@@ -36,6 +36,8 @@ class Job:
     slot: int | None = None
     paused: bool = False
     cells: list[int] = attrs.field(factory=list)
+    beyond: list[int] = attrs.field(factory=list)  # cells after those, decoded when the answer had ended
+    whole: bool = True
     answer: list[int] = attrs.field(factory=list)
     said: str = ""
     together: list[int] = attrs.field(factory=list)  # the sizes of its decode steps
@@ -158,7 +160,7 @@ class SchedulerRules(RuleBasedStateMachine):
                 sampling=SAMPLING,
                 max_tokens=max_tokens,
                 stop=stop,
-                computed=min(int(cached * length), length - 1),
+                restorable=min(int(cached * length), length - 1),
             )
             job = self.all[sequence] = Job(sequence, room=left if max_tokens is None else min(left, max_tokens))
             self.scheduler.add(sequence)
@@ -214,20 +216,25 @@ class SchedulerRules(RuleBasedStateMachine):
         self._release(data.draw(st.sampled_from(sorted(self.to_drop))))
 
     @precondition(lambda self: self.step is None and (self._live() or self.scheduler.waiting))
-    @rule()
-    def begin(self) -> None:
+    @rule(miss=st.sampled_from([False, False, True]))
+    def begin(self, miss: bool = False) -> None:
         opens = self._expected_opens()
+        openings = self.scheduler.assign()
+        assert [self.all[opening.sequence] for opening in openings] == opens
+        for opening, job in zip(openings, opens, strict=True):
+            assert job.sequence.slot == job.slot
+            assert job.slot is not None
+            assert opening.load is (job.sequence.restorable > 0)
+            if opening.load and miss:
+                self.scheduler.missed(job.sequence)
+            expected = 0 if miss else job.sequence.restorable
+            assert job.sequence.computed == job.sequence.cached == job.sequence.restored == expected
+            self.decoder.open(job.slot, job)
         step = self.scheduler.schedule()
         if step is None:
-            assert not opens
             assert not self._streams()
             assert not self._pending()
             return
-        assert [self.all[sequence] for sequence in step.opens] == opens
-        for job in opens:
-            assert job.sequence.slot == job.slot
-            assert job.slot is not None
-            self.decoder.open(job.slot, job)
         # Neither streams nor prompts starve: where there are both, the two kinds of steps alternate, but for bursts.
         if self._streams() and self._pending():
             assert step.prefill or self.last_was_chunk
@@ -259,7 +266,9 @@ class SchedulerRules(RuleBasedStateMachine):
             rounds.append({slot: tokens[(number + at) % len(tokens)] for at, slot in enumerate(going)})
             going = [slot for slot in going if rounds[-1][slot] != END]
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
-            self.all[sequence].cells.extend(chunk.tokens)
+            job = self.all[sequence]
+            job.cells.extend(chunk.tokens)
+            job.beyond = [made[chunk.slot] for made in rounds if chunk.slot in made][:-1]
         if step.prefill:
             self.intake += seconds
         outputs = self.scheduler.postprocess(step, StepResult(rounds[0], seconds, later=tuple(rounds[1:])))
@@ -274,6 +283,7 @@ class SchedulerRules(RuleBasedStateMachine):
         step, self.step = self.step, None
         assert self.scheduler.fail(step) == list(step.sequences)
         for sequence in step.sequences:
+            self.all[sequence].whole = False
             assert sequence.slot == self.all[sequence].slot
             self._end(self.all[sequence])
 
@@ -282,7 +292,9 @@ class SchedulerRules(RuleBasedStateMachine):
     def interrupt(self) -> None:
         assert self.step is not None
         step, self.step = self.step, None
+        self.scheduler.interrupted(step)
         for sequence in step.sequences:
+            self.all[sequence].whole = False
             self.remove(self.all[sequence])
 
     @precondition(lambda self: self.step is None and (self._live() or self.scheduler.waiting))
@@ -322,6 +334,12 @@ class SchedulerRules(RuleBasedStateMachine):
             assert (job.sequence.slot, job.sequence.state) == (job.slot, job.state)
             assert job.sequence.computed == len(job.cells)
             assert job.cells == [*job.sequence.prompt, *job.answer][: len(job.cells)]
+
+    @invariant()
+    def what_was_in_cells_at_the_end_is_known(self) -> None:
+        for sequence, job in self.all.items():
+            assert sequence.whole is job.whole
+            assert not job.whole or list(sequence.held) == job.cells + job.beyond
 
     @invariant()
     def decode_steps_are_counted(self) -> None:
@@ -434,6 +452,7 @@ class SchedulerRules(RuleBasedStateMachine):
             token = rounds[taken][job.slot]
             if taken:
                 job.cells.append(job.answer[-1])
+                assert job.beyond.pop(0) == job.answer[-1]
             if decoding:
                 job.together.append(len(rounds[taken]))
             taken += 1

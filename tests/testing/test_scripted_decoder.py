@@ -302,9 +302,9 @@ async def test_a_saved_slot_continues_in_another_decoder() -> None:
     decoder = ScriptedDecoder()
     decoder.open(0, GREEDY, prompt)
     await decoder.step(prefill(0, prompt[:11], sample=False))
-    state = await decoder.save(0)
+    state = await (await decoder.save(0))()
     other = ScriptedDecoder(slots=2, window=40)
-    await other.load(1, state)
+    await other.load(1, state, 11)
     other.open(1, GREEDY, prompt)
     assert other.cells(1) == decoder.cells(0)
     result = await other.step(prefill(1, prompt[11:], 11))
@@ -315,15 +315,15 @@ async def test_a_saved_slot_continues_in_another_decoder() -> None:
 async def test_a_state_that_does_not_fit_leaves_the_slot_empty() -> None:
     decoder = ScriptedDecoder()
     await run_alone(decoder, [1, 2, 3], max_tokens=1)
-    state = await decoder.save(0)
+    state = await (await decoder.save(0))()
     damaged = bytearray(state)
     damaged[len(state) // 2] ^= 1
     for wrong in [b"", state[:-1], state + b"x", bytes(damaged), b"other" + state]:
         with pytest.raises(DecodeError, match="truncated, damaged"):
-            await decoder.load(1, wrong)
+            await decoder.load(1, wrong, 3)
     small = ScriptedDecoder(window=2)
     with pytest.raises(DecodeError, match="3 cells and the window is 2"):
-        await small.load(0, state)
+        await small.load(0, state, 2)
     assert small.used == frozenset()
     assert decoder.used == {0}
     assert decoder.violations == []
@@ -479,9 +479,9 @@ async def test_drops_saves_and_loads_fail_when_told() -> None:
         await run_alone(decoder, [1], slot=slot, max_tokens=1)
     with pytest.raises(DecodeError):
         await decoder.save(0)
-    state = await decoder.save(0)
+    state = await (await decoder.save(0))()
     with pytest.raises(DecodeError):
-        await decoder.load(2, state)
+        await decoder.load(2, state, 1)
     assert decoder.cells(2) == ()
     decoder.drop(2)  # empty: not counted
     decoder.drop(0)
@@ -604,15 +604,97 @@ async def test_a_wrong_call_is_a_violation(name: str) -> None:
 
 async def test_saving_nothing_and_loading_into_use_are_violations() -> None:
     decoder = await _opened()
-    state = await decoder.save(0)
+    state = await (await decoder.save(0))()
     with pytest.raises(ProtocolViolation, match="no whole cells"):
         await decoder.save(2)
     with pytest.raises(ProtocolViolation, match="holds cells"):
-        await decoder.load(0, state)
-    await decoder.load(1, state)
+        await decoder.load(0, state, 2)
+    await decoder.load(1, state, 2)
+    decoder.drop(1)
+    with pytest.raises(ProtocolViolation, match="0 cells of a state are none"):
+        await decoder.load(1, state, 0)
 
 
-@pytest.mark.parametrize("name", ["open", "drop", "copy", "step", "save", "load", "aclose"])
+async def test_a_saved_slot_can_be_loaded_in_part() -> None:
+    decoder = ScriptedDecoder()
+    await run_alone(decoder, [1, 2, 3, 4, 5], max_tokens=1)
+    state = await (await decoder.save(0))()
+    await decoder.verify(state)
+    await decoder.load(1, state, 3, verified=True)
+    assert decoder.cells(1) == ((1, 0), (2, 1), (3, 2))
+    assert decoder.used == {0, 1}
+    with pytest.raises(DecodeError, match="5 cells, 6 are wanted"):
+        await decoder.load(2, state, 6)
+    with pytest.raises(DecodeError, match="damaged"):
+        await decoder.verify(state[:-1])
+    rigid = ScriptedDecoder(cuttable=False)
+    with pytest.raises(DecodeError, match="cannot be cut"):
+        await rigid.load(0, state, 3)
+    await rigid.load(0, state, 5)
+    assert decoder.violations == rigid.violations == []
+
+
+async def test_a_cut_slot_keeps_its_first_cells_and_is_in_nobodys_use() -> None:
+    decoder = ScriptedDecoder(slots=2)
+    await run_alone(decoder, [1, 2, 3, 4, 5], max_tokens=1)
+    decoder.cut(0, 4)
+    assert (decoder.used, decoder.kept) == (frozenset(), {0: (1, 2, 3, 4)})
+    decoder.assert_idle()
+    decoder.copy(0, 1, 2)
+    assert decoder.used == {1}
+    decoder.cut(0, 2)
+    decoder.open(0, GREEDY, [1, 2, 9])
+    assert (decoder.used, decoder.kept) == ({0, 1}, {})
+    result = await decoder.step(prefill(0, [9], 2))
+    assert result.tokens[0] == (*expected_tokens([1, 2, 9], GREEDY, 1), END)[0]
+    assert (decoder.statistics().cuts, decoder.statistics().drops) == (2, 0)
+    with pytest.raises(ProtocolViolation, match="has 3 cells"):
+        decoder.cut(0, 4)
+    with pytest.raises(ProtocolViolation, match="has 3 cells"):
+        decoder.cut(0, 0)
+    decoder.cut(0, 1)
+    decoder.drop(0)
+    assert decoder.kept == {}
+
+
+async def test_nothing_is_opened_on_cells_that_leave_nothing_to_compute() -> None:
+    decoder = ScriptedDecoder()
+    await run_alone(decoder, [1, 2, 3], max_tokens=1)
+    decoder.cut(0, 3)
+    with pytest.raises(ProtocolViolation, match="3 cells and the prompt 3 tokens"):
+        decoder.open(0, GREEDY, [1, 2, 3])
+
+
+async def test_copies_and_cuts_fail_when_told() -> None:
+    error = DecodeError("as told")
+    decoder = ScriptedDecoder(fail_copy={1: error}, fail_cut={1: error})
+    await run_alone(decoder, [1, 2, 3], max_tokens=1)
+    with pytest.raises(DecodeError, match="as told"):
+        decoder.copy(0, 1, 2)
+    with pytest.raises(DecodeError, match="as told"):
+        decoder.cut(0, 2)
+    assert (decoder.used, decoder.kept) == ({0}, {})
+    rigid = ScriptedDecoder(cuttable=False)
+    await run_alone(rigid, [1, 2, 3], max_tokens=1)
+    assert not rigid.shares_prefixes
+    with pytest.raises(DecodeError, match="cannot be cut"):
+        rigid.cut(0, 2)
+
+
+async def test_sealing_and_verifying_take_time_of_their_own(autojump_clock: trio.testing.MockClock) -> None:
+    decoder = ScriptedDecoder(seconds_per_state=1.0, seconds_per_seal=4.0)
+    await run_alone(decoder, [1, 2, 3], max_tokens=1)
+    seal = await decoder.save(0)
+    assert trio.current_time() == 1.0
+    decoder.drop(0)
+    await decoder.aclose()
+    state = await seal()
+    assert trio.current_time() == 5.0
+    await decoder.verify(state)
+    assert trio.current_time() == 9.0
+
+
+@pytest.mark.parametrize("name", ["open", "drop", "copy", "cut", "step", "save", "load", "aclose"])
 @pytest.mark.parametrize("during", ["step", "save"])
 async def test_nothing_may_be_called_during_a_step_or_save(
     name: str, during: str, autojump_clock: trio.testing.MockClock
@@ -635,12 +717,14 @@ async def test_nothing_may_be_called_during_a_step_or_save(
                     decoder.drop(2)
                 case "copy":
                     decoder.copy(0, 2, 1)
+                case "cut":
+                    decoder.cut(0, 1)
                 case "step":
                     await decoder.step(batch)
                 case "save":
                     await decoder.save(0)
                 case "load":
-                    await decoder.load(2, b"")
+                    await decoder.load(2, b"", 1)
                 case "aclose":
                     await decoder.aclose()
         with pytest.raises(AssertionError, match="broken 1 times"):
@@ -657,6 +741,7 @@ async def test_nothing_may_be_called_after_aclose() -> None:
         lambda: decoder.open(2, GREEDY, [1]),
         lambda: decoder.drop(2),
         lambda: decoder.copy(0, 2, 1),
+        lambda: decoder.cut(0, 1),
     ]
     for call in calls:
         with pytest.raises(ProtocolViolation, match="after aclose"):
@@ -665,7 +750,7 @@ async def test_nothing_may_be_called_after_aclose() -> None:
         decoder.aclose,
         lambda: decoder.step(prefill(0, [1], 2)),
         lambda: decoder.save(0),
-        lambda: decoder.load(2, b""),
+        lambda: decoder.load(2, b"", 1),
     ]
     for method in methods:
         with pytest.raises(ProtocolViolation, match="after aclose"):

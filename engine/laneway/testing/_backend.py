@@ -44,13 +44,17 @@ class ScriptedOptions:
     seconds_per_step: float = attrs.field(default=0.0, validator=_seconds)
     seconds_per_token: float = attrs.field(default=0.0, validator=_seconds)
     seconds_per_state: float = attrs.field(default=0.0, validator=_seconds)
+    seconds_per_seal: float = attrs.field(default=0.0, validator=_seconds)
     end_every: int | None = attrs.field(default=DEFAULT_END_EVERY, validator=optional(whole(1, 2**31 - 1)))
+    cuttable: bool = True
     script: Script | None = None
     fail_at: Mapping[int, Exception] | None = None
     hang_at: Collection[int] = ()
     fail_drop: Mapping[int, Exception] | None = None
     fail_save: Mapping[int, Exception] | None = None
     fail_load: Mapping[int, Exception] | None = None
+    fail_copy: Mapping[int, Exception] | None = None
+    fail_cut: Mapping[int, Exception] | None = None
     at_step: Callable[[int, StepBatch], object] | None = None
 
 
@@ -144,13 +148,17 @@ def _build(name: str, source: str, parallel: int, options: ScriptedOptions) -> t
         seconds_per_step=options.seconds_per_step,
         seconds_per_token=options.seconds_per_token,
         seconds_per_state=options.seconds_per_state,
+        seconds_per_seal=options.seconds_per_seal,
         end_every=options.end_every,
+        cuttable=options.cuttable,
         script=options.script,
         fail_at=options.fail_at,
         hang_at=options.hang_at,
         fail_drop=options.fail_drop,
         fail_save=options.fail_save,
         fail_load=options.fail_load,
+        fail_copy=options.fail_copy,
+        fail_cut=options.fail_cut,
         at_step=options.at_step,
     )
     backend = Backend(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, NoReturn
 
 import attrs
@@ -19,7 +19,7 @@ from laneway.testing._scripted_model import DEFAULT_END_EVERY, Cells, Sampler, S
 from laneway.testing._tokenizer import ScriptedTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from laneway.decoder import Chunk, Sampling, StepBatch, TokenLogprob
     from laneway.testing._scripted_model import Script
@@ -42,8 +42,8 @@ class Call:
     """One call that a scripted decoder took, for assertions about order.
 
     ``name`` is the method's; ``slot`` the slot it was about (None for ``step`` and ``aclose``); ``detail`` is the
-    batch of a step, ``(source, length)`` of a copy and the prompt of an open, else None; ``time`` is in the run's
-    seconds, None outside of a run.
+    batch of a step, ``(source, length)`` of a copy, the length of a cut or load and the prompt of an open, else
+    None; ``time`` is in the run's seconds, None outside of a run.
     """
 
     name: str
@@ -64,6 +64,7 @@ class ScriptedStatistics:
     opens: int
     drops: int
     copies: int
+    cuts: int
     moves: int
     saves: int
     loads: int
@@ -80,10 +81,11 @@ class _Slot:
     sampler: Sampler | None = None
     cells: Cells = attrs.field(factory=Cells)
     broken: str | None = None
+    kept: bool = False  # cells that were cut, and await a sampler
 
     @property
     def used(self) -> bool:
-        return self.sampler is not None or len(self.cells) > 0
+        return self.sampler is not None or (len(self.cells) > 0 and not self.kept)
 
 
 @attrs.define(eq=False)
@@ -114,6 +116,8 @@ class ScriptedDecoder:
     :param fail_drop: errors by number of the drop (of a slot in use) that raises them, the slot then staying in use
     :param fail_save: the same for :meth:`save`
     :param fail_load: the same for :meth:`load`
+    :param fail_copy: the same for :meth:`copy`
+    :param fail_cut: the same for :meth:`cut`
     :param at_step: called with the step's number and batch when a step has begun, from inside it
 
     And what it is:
@@ -125,7 +129,9 @@ class ScriptedDecoder:
     :param seconds_per_step: cost of a step before its tokens
     :param seconds_per_token: cost of each token of a step
     :param seconds_per_state: cost of one :meth:`save` or :meth:`load`
+    :param seconds_per_seal: cost of sealing a saved state, and of :meth:`verify`, beside steps
     :param end_every: one sampled token in so many, by hash, is an end token; None for never
+    :param cuttable: False: like a recurrent model, whose sequences cannot be copied or cut in part
     :param script: answers written beforehand (see :data:`Script`); cells that leave the script are answered by hash
     :param history: how many of the newest calls :attr:`history` keeps
     """
@@ -140,13 +146,17 @@ class ScriptedDecoder:
         seconds_per_step: float = 0.0,
         seconds_per_token: float = 0.0,
         seconds_per_state: float = 0.0,
+        seconds_per_seal: float = 0.0,
         end_every: int | None = DEFAULT_END_EVERY,
+        cuttable: bool = True,
         script: Script | None = None,
         fail_at: Mapping[int, Exception] | None = None,
         hang_at: Collection[int] = (),
         fail_drop: Mapping[int, Exception] | None = None,
         fail_save: Mapping[int, Exception] | None = None,
         fail_load: Mapping[int, Exception] | None = None,
+        fail_copy: Mapping[int, Exception] | None = None,
+        fail_cut: Mapping[int, Exception] | None = None,
         at_step: Callable[[int, StepBatch], object] | None = None,
         history: int = 1000,
     ) -> None:
@@ -156,11 +166,14 @@ class ScriptedDecoder:
         self.seconds_per_step = seconds_per_step
         self.seconds_per_token = seconds_per_token
         self.seconds_per_state = seconds_per_state
+        self.seconds_per_seal = seconds_per_seal
         self.fail_at = dict(fail_at or {})
         self.hang_at = set(hang_at)
         self.fail_drop = dict(fail_drop or {})
         self.fail_save = dict(fail_save or {})
         self.fail_load = dict(fail_load or {})
+        self.fail_copy = dict(fail_copy or {})
+        self.fail_cut = dict(fail_cut or {})
         self.at_step = at_step
         self.history: deque[Call] = deque(maxlen=history)
         self.violations: list[ProtocolViolation] = []
@@ -170,12 +183,11 @@ class ScriptedDecoder:
         self._model = ScriptedModel(vocabulary=self.vocabulary, end_every=end_every, script=script)
         self._window = window
         self._policy = policy or SCRIPTED_POLICY
+        self._cuttable = cuttable
         self._slots = [_Slot() for _ in range(slots)]
         self._under_way: _UnderWay | None = None
         self._closed = False
-        self._counts = dict.fromkeys(
-            ("step", "decode", "prefill", "interrupt", "failure", "open", "drop", "copy", "move", "save", "load"), 0
-        )
+        self._counts: Counter[str] = Counter()
         self._tokens = 0
         self._step_seconds = 0.0
         self._max_concurrency = 0
@@ -203,6 +215,16 @@ class ScriptedDecoder:
         """How batches should look."""
         return self._policy
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether cells can be cut and are shared: unified KV, and slots in any order, by the policy."""
+        return self._cuttable and self._policy.unified_kv and not self._policy.contiguous
+
+    @property
+    def state_fingerprint(self) -> bytes:
+        """What two decoders share if one can :meth:`load` what the other saved."""
+        return hashlib.blake2b(_STATE_MAGIC + _STATE_HEAD.pack(self.vocabulary.size, 0)).digest()[:32]
+
     def check(self, sampling: Sampling) -> None:
         """Raise :class:`InvalidRequestError` for biases beyond the vocabulary, for biases that forbid every answer, and
         for a grammar whose first rule is not ``root``.  (Otherwise a grammar is a part of the hash, no more.)"""
@@ -211,7 +233,8 @@ class ScriptedDecoder:
         self._model.check(sampling)
 
     def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
-        """Give a slot a sampler.  Cells may have come before it, by :meth:`copy` or :meth:`load`, a sampler not."""
+        """Give a slot a sampler.  Cells may have come before it, by :meth:`copy`, :meth:`load` or :meth:`cut`, a
+        sampler not."""
         entry = self._at_rest("open", slot)
         if entry.sampler is not None:
             self._violate(f"open({slot}): the slot is in use{self._describe(slot)}; drop it first")
@@ -225,13 +248,16 @@ class ScriptedDecoder:
         except InvalidRequestError as error:
             self._violate(f"open({slot}): check() refuses this sampling: {error}")
         self._note("open", slot, tuple(prompt))
+        if len(entry.cells) >= len(prompt):
+            self._violate(f"open({slot}): the slot has {len(entry.cells)} cells and the prompt {len(prompt)} tokens")
         entry.sampler = self._model.sampler(sampling, prompt)
+        entry.kept = False
         self._count_used()
 
     def drop(self, slot: int) -> None:
         """Forget a slot's cells and sampler.  Dropping an empty slot does nothing."""
         entry = self._at_rest("drop", slot)
-        if entry.used or entry.broken:
+        if entry.used or entry.kept or entry.broken:
             self._note("drop", slot)
             self._fail("drop", self.fail_drop)
             self._slots[slot] = _Slot()
@@ -239,7 +265,7 @@ class ScriptedDecoder:
     def copy(self, source: int, target: int, length: int) -> None:
         """Give ``target``, which must hold no cells, the first ``length`` cells of ``source``.
 
-        Raises :class:`DecodeError` if the policy says that KV is split: prefixes cannot be shared then.
+        Raises :class:`DecodeError` where :attr:`shares_prefixes` says no.
         """
         entry = self._at_rest("copy", target)
         cells = self._whole_cells("copy", source)
@@ -248,10 +274,26 @@ class ScriptedDecoder:
         if not 0 < length <= len(cells):
             self._violate(f"copy({source}, {target}, {length}): the source has {len(cells)} cells")
         self._note("copy", target, (source, length))
-        if not self._policy.unified_kv:
+        if not self.shares_prefixes:
             raise DecodeError("prefixes can be shared in unified KV only")
+        self._fail("copy", self.fail_copy)
         entry.cells = cells.first(length)
         self._count_used()
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget a slot's sampler, and its cells but the first ``length``.  It then counts as no longer :attr:`used`.
+
+        Raises :class:`DecodeError` if it is not cuttable.
+        """
+        entry = self._at_rest("cut", slot)
+        cells = self._whole_cells("cut", slot)
+        if not 0 < length <= len(cells):
+            self._violate(f"cut({slot}, {length}): the slot has {len(cells)} cells")
+        self._note("cut", slot, length)
+        if not self._cuttable:
+            raise DecodeError("this scripted model cannot be cut")
+        self._fail("cut", self.fail_cut)
+        self._slots[slot] = _Slot(cells=entry.cells.first(length), kept=True)
 
     async def step(self, batch: StepBatch) -> StepResult:
         """Move, decode and sample, in virtual time.  See :meth:`laneway.decoder.Decoder.step`."""
@@ -304,8 +346,8 @@ class ScriptedDecoder:
             # The run, and with it the step, ended between the two lines above: nothing is left to interrupt.
             return
 
-    async def save(self, slot: int) -> bytes:
-        """The cells of a slot as bytes with a checksum.  The sampler is not part of them."""
+    async def save(self, slot: int) -> Callable[[], Awaitable[bytes]]:
+        """The cells of a slot as bytes, with a checksum once they are sealed.  The sampler is not part of them."""
         self._at_rest("save", slot)
         cells = self._whole_cells("save", slot)
         self._note("save", slot)
@@ -314,18 +356,41 @@ class ScriptedDecoder:
         head = _STATE_HEAD.pack(self.vocabulary.size, len(cells))
         pairs = zip(cells.tokens, cells.positions, strict=True)
         body = _STATE_MAGIC + head + b"".join(_STATE_CELL.pack(token, position) for token, position in pairs)
-        return body + _checksum(body)
 
-    async def load(self, slot: int, state: bytes) -> None:
-        """Fill a slot that holds no cells.  Raises :class:`DecodeError` for bytes that are not whole, or of another
-        vocabulary, or more than the window holds; the slot then holds no cells."""
+        async def seal() -> bytes:
+            await trio.sleep(self.seconds_per_seal)
+            return body + _checksum(body)
+
+        return seal
+
+    async def verify(self, state: bytes) -> None:
+        """Raise :class:`DecodeError` for bytes that are not whole, or of another vocabulary."""
+        await trio.sleep(self.seconds_per_seal)
+        self._parse(state)
+
+    async def load(self, slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
+        """Fill a slot that holds no cells with the first ``length`` of saved ones.
+
+        Raises :class:`DecodeError` for bytes that are not whole, or of another vocabulary, or with too few cells or
+        more than the window holds, and for fewer than all if it is not cuttable; the slot then holds no cells.
+        The checksum is always looked at.
+        """
         entry = self._at_rest("load", slot)
         if entry.broken or len(entry.cells):
             self._violate(f"load({slot}): the slot holds cells{self._describe(slot)}; drop it first")
-        self._note("load", slot)
+        if length < 1:
+            self._violate(f"load({slot}): {length} cells of a state are none")
+        self._note("load", slot, length)
         await self._occupy("load")
         self._fail("load", self.fail_load)
-        entry.cells = self._parse(state)
+        cells = self._parse(state)
+        if len(cells) > self._window:
+            raise DecodeError(f"the saved state has {len(cells)} cells and the window is {self._window}")
+        if length > len(cells):
+            raise DecodeError(f"the saved state has {len(cells)} cells, {length} are wanted")
+        if length < len(cells) and not self._cuttable:
+            raise DecodeError("this scripted model cannot be cut")
+        entry.cells = cells.first(length)
         self._count_used()
 
     async def aclose(self) -> None:
@@ -341,8 +406,13 @@ class ScriptedDecoder:
 
     @property
     def used(self) -> frozenset[int]:
-        """The slots that hold a sampler or cells."""
+        """The slots that hold a sampler, or cells which no :meth:`cut` has left there for later."""
         return frozenset(index for index, slot in enumerate(self._slots) if slot.used or slot.broken)
+
+    @property
+    def kept(self) -> dict[int, tuple[int, ...]]:
+        """The tokens in the slots that a :meth:`cut` has left for later: prefixes that others may share."""
+        return {index: tuple(slot.cells.tokens) for index, slot in enumerate(self._slots) if slot.kept}
 
     @property
     def prompts(self) -> dict[int, tuple[int, ...]]:
@@ -382,6 +452,7 @@ class ScriptedDecoder:
             opens=self._counts["open"],
             drops=self._counts["drop"],
             copies=self._counts["copy"],
+            cuts=self._counts["cut"],
             moves=self._counts["move"],
             saves=self._counts["save"],
             loads=self._counts["load"],
@@ -399,7 +470,10 @@ class ScriptedDecoder:
             ) from self.violations[0]
 
     def assert_idle(self) -> None:
-        """Raise AssertionError unless every slot is empty, nothing is under way and the protocol was never broken."""
+        """Raise AssertionError unless no slot is used, nothing is under way and the protocol was never broken.
+
+        Prefixes that are :attr:`kept` are in nobody's use.
+        """
         self.assert_obeyed()
         if self._under_way is not None:
             raise AssertionError(f"a {self._under_way.name} is still under way")
@@ -456,7 +530,7 @@ class ScriptedDecoder:
                 self._violate(f"move {source} -> {target}: slots are 0 to {len(slots) - 1}")
             if not slots[source].used or slots[source].broken:
                 self._violate(f"move {source} -> {target}: slot {source} holds no whole sequence")
-            if slots[target].used or slots[target].broken:
+            if slots[target].used or slots[target].kept or slots[target].broken:
                 self._violate(f"move {source} -> {target}: slot {target} is in use")
             slots[source], slots[target] = _Slot(), slots[source]
         return slots
@@ -571,8 +645,6 @@ class ScriptedDecoder:
         size, count = _STATE_HEAD.unpack_from(body, len(_STATE_MAGIC))
         if size != self.vocabulary.size or len(body) != start + count * _STATE_CELL.size:
             raise DecodeError(f"the saved state is of a vocabulary of {size} tokens, not {self.vocabulary.size}")
-        if count > self._window:
-            raise DecodeError(f"the saved state has {count} cells and the window is {self._window}")
         cells = Cells()
         for token, position in _STATE_CELL.iter_unpack(body[start:]):
             cells.append(token, position)
@@ -585,8 +657,7 @@ class ScriptedDecoder:
             raise error
 
     def _note(self, name: str, slot: int | None, detail: object = None) -> None:
-        if name in self._counts:
-            self._counts[name] += 1
+        self._counts[name] += 1
         try:
             now: float | None = trio.current_time()
         except RuntimeError:
