@@ -1,0 +1,150 @@
+"""Data files to tokens, by a model's own tokenizer and template."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import trio
+
+from laneway import InvalidRequestError, Model
+from laneway_plugins._finetune_data import (
+    Chat,
+    Example,
+    Faults,
+    Marked,
+    decode,
+    mark,
+    masked,
+    parse_chats,
+    pieces,
+    split,
+    windows,
+)
+from laneway_plugins._messages import Message
+from laneway_plugins._prompts import template_of, text_to_tokens
+
+Format = Literal["auto", "text", "chat"]
+"""Of a data file; ``auto``: chats if its name ends in ``.jsonl``, else text."""
+
+OffLoop = Callable[..., Awaitable[bytes]]
+"""Runs a function that blocks, with its arguments: ``trio.to_thread.run_sync``."""
+
+
+@attrs.frozen
+class Dataset:
+    """What is learned, and what the learning is measured with."""
+
+    train: tuple[Example, ...] = attrs.field(repr=False)
+    validation: tuple[Example, ...] = attrs.field(default=(), repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class Reader:
+    """How data files are read for one model.  ``length``: the tokens of the longest sequence."""
+
+    model: Model
+    length: int
+    format: Format
+    truncate: bool
+    off_loop: OffLoop
+
+    async def read(self, path: Path, validation: float | Path | None, seed: int) -> Dataset:
+        """The data of a file, and of another or of a share of it to measure with.
+
+        Raises :class:`InvalidRequestError` for what is wrong with them, lines by their numbers.
+        """
+        examples = await self._examples(path, "dataset")
+        if validation is None:
+            return Dataset(tuple(examples))
+        if isinstance(validation, Path):
+            return Dataset(tuple(examples), tuple(await self._examples(validation, "validation")))
+        train, measured = split(examples, validation, seed)
+        return Dataset(tuple(train), tuple(measured))
+
+    async def _examples(self, path: Path, field: str) -> list[Example]:
+        try:
+            data = await self.off_loop(path.read_bytes)
+        except OSError as error:
+            raise InvalidRequestError(f"{path}: {error.strerror or error}", field) from error
+        try:
+            text = decode(data, path.name)
+            if self.format == "chat" or (self.format == "auto" and path.suffix == ".jsonl"):
+                return await self._chats(parse_chats(text, path.name), path.name)
+            return await self._text(text, path.name)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.reason, field) from error
+
+    async def _text(self, text: str, name: str) -> list[Example]:
+        examples = windows(await text_to_tokens(self.model, text), self.length)
+        if not examples:
+            raise InvalidRequestError(f"{name}: there is nothing in it to learn")
+        return examples
+
+    async def _chats(self, chats: Sequence[Chat], name: str) -> list[Example]:
+        if not self.model.tokenizer.chat_template:
+            raise InvalidRequestError(
+                f"{name}: model {self.model.name!r} has no chat template, so it cannot be trained on chats; "
+                "train it on plain text"
+            )
+        template = template_of(self.model)
+
+        def render(messages: Sequence[Message], asking: bool) -> str:
+            return template.render(messages, generation_prompt=asking)
+
+        faults = Faults(name, len(chats))
+        examples = []
+        for chat in chats:
+            # A template takes a while, and others have work to do meanwhile.
+            await trio.lowlevel.checkpoint()
+            try:
+                for marked in mark(render, chat.messages):
+                    tokens, mask = await self._tokens(marked)
+                    examples.append(self._fit(Example(tokens, mask, chat.line)))
+            except InvalidRequestError as error:
+                faults.add(chat.line, error.reason)
+        faults.check()
+        return examples
+
+    def _fit(self, example: Example) -> Example:
+        if len(example.tokens) > self.length:
+            if not self.truncate:
+                raise InvalidRequestError(
+                    f"the chat has {len(example.tokens)} tokens and context_length is {self.length}; "
+                    "raise that, shorten the chat, or cut its end off with truncate=True"
+                )
+            example = Example(example.tokens[: self.length], example.mask[: self.length], example.line)
+            if not example.counted:
+                raise InvalidRequestError(
+                    f"the first {self.length} tokens hold nothing of an answer; raise context_length, or leave it out"
+                )
+        return example
+
+    async def _tokens(self, marked: Marked) -> tuple[array[int], bytes]:
+        ends = self.model.tokenizer.end_tokens
+        whole = await text_to_tokens(self.model, marked.text)
+        borders = [0]
+        for place in (place for span in marked.spans for place in span):
+            before = whole if place == len(marked.text) else await text_to_tokens(self.model, marked.text[:place])
+            if whole[: len(before)] != before or len(before) < borders[-1]:
+                # A token reaches over the border.  The model will be shown the text before it alone, so this is where
+                # tokens have to end.
+                return masked([(tokens, answer) for tokens, answer in await self._apart(marked)], ends)
+            borders.append(len(before))
+        borders.append(len(whole))
+        parts = [(whole[start:end], bool(index % 2)) for index, (start, end) in enumerate(itertools.pairwise(borders))]
+        return masked(parts, ends)
+
+    async def _apart(self, marked: Marked) -> list[tuple[list[int], bool]]:
+        parts: list[tuple[list[int], bool]] = []
+        for text, answer in pieces(marked):
+            if parts:
+                tokens = await self.model.tokenize(text, bos=False, special=True)
+            else:
+                tokens = await text_to_tokens(self.model, text)
+            parts.append((tokens, answer))
+        return parts
