@@ -401,7 +401,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--generate", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--window", type=int, default=256, help="tokens that one slot holds")
     parser.add_argument("--threads", type=int, help="default: what the engine takes")
-    parser.add_argument("--poll", type=int, default=1)
+    parser.add_argument("--poll", type=int, default=0)
     parser.add_argument("--kv-mode", choices=["split", "unified"], help="default: what the engine takes")
     parser.add_argument("--flash-attention", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

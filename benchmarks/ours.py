@@ -174,7 +174,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=256, help="tokens that one slot holds")
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--poll", type=int, default=1)
+    parser.add_argument("--poll", type=int, default=0)
     parser.add_argument("--kv-mode", choices=["split", "unified"])
     parser.add_argument("--flash-attention", choices=["auto", "on", "off"], default="auto")
     return parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """The task that owns a model's decoder: schedule, step, postprocess, deliver.
 
-Nothing else calls the decoder (but for ``interrupt`` and ``verify``), so its memory has one user.  Between two
-steps the loop takes in new sequences, loads what was saved of them, and saves and drops those that have ended; during a
-step other tasks only leave notes here.
+Nothing else calls the decoder (but for ``interrupt``, ``end_round`` and ``verify``), so its memory has one user.
+Between two steps the loop takes in new sequences, loads what was saved of them, and saves and drops those that have
+ended; during a step other tasks only leave notes here.
 
 What a step gave is delivered when the next one has begun, so that readers are served while the backend works.
 """
@@ -124,7 +124,7 @@ class DecodeLoop:
             raise ModelNotLoadedError(self._model, self.failure or "it is unloading")
         self.scheduler.add(tokens.sequence)
         self._streams[tokens.sequence] = tokens
-        self._work.unpark()
+        self._change()
 
     @trio.lowlevel.enable_ki_protection
     def remove(self, tokens: Tokens) -> None:
@@ -138,7 +138,7 @@ class DecodeLoop:
             trio.lowlevel.current_trio_token().run_sync_soon(self._interrupt_if_unwanted)
         else:
             self._interrupt_if_unwanted()
-        self._work.unpark()
+        self._change()
 
     @trio.lowlevel.enable_ki_protection
     def pause(self, tokens: Tokens) -> None:
@@ -151,7 +151,13 @@ class DecodeLoop:
         """Decode a paused sequence again."""
         if tokens.sequence in self._streams:
             self.scheduler.resume(tokens.sequence)
-            self._work.unpark()
+            self._change()
+
+    def _change(self) -> None:
+        # Whoever comes or leaves waits for the pass over the weights that is under way, and for no more of them.
+        if self._under_way is not None and self._under_way.batch.rounds > 1:
+            self.decoder.end_round()
+        self._work.unpark()
 
     def _interrupt_if_unwanted(self) -> None:
         # Rule C9: a call that nobody waits for any more need not run to its end.

@@ -188,7 +188,7 @@ class Scheduler:
         self._streams: list[tuple[int, Sequence]] = []  # (slot, decoding sequence), ascending; see _refresh
         self._stale = False  # whether _streams must be made anew
         self._gaps = False  # whether _streams has gaps that the policy was not asked about yet
-        self._pace: float | None = None  # seconds of one round of the last decode step, if it was of these _streams
+        self._pace: tuple[float, int] | None = None  # seconds of a round of the last decode step, and its streams
         self._last_prompt = (-1, -1)  # key of the prompt that had the last chunk
         self._chunk_was_last = False
         self._intake = 0.0  # seconds of the chunks since the last decode step
@@ -316,8 +316,7 @@ class Scheduler:
             sequence.decode_steps += output.tokens
             sequence.concurrency_sum += sum(map(len, rounds[: output.tokens]))
             outputs.append(output)
-        if not self._stale:
-            self._pace = result.seconds / len(rounds)
+        self._pace = result.seconds / len(rounds), len(step.sequences)
         return outputs
 
     def fail(self, step: Step) -> list[Sequence]:
@@ -389,7 +388,11 @@ class Scheduler:
 
     def _rounds(self) -> int:
         """Tokens that the next decode step makes of each stream: no more than any of them has room for."""
-        rounds = 1 if self._prefilling else self._policy.rounds(self._pace)
+        if self._pace is None or self._prefilling:
+            return 1
+        seconds, streams = self._pace
+        # More streams than those whose pace is known take longer, but never more than in proportion.
+        rounds = self._policy.rounds(seconds * max(1.0, len(self._streams) / streams))
         if rounds == 1 or any(sequence.sampling.logprobs for _, sequence in self._streams):
             return 1
         return min(rounds, min(sequence.room - len(sequence.output) for _, sequence in self._streams))
@@ -422,7 +425,6 @@ class Scheduler:
     def _refresh(self) -> None:
         """Bring the list of streams up to date, after a change.  Most steps find it so."""
         self._stale = False
-        self._pace = None
         self._streams = [
             (slot, sequence)
             for slot, sequence in self._live()

@@ -1,8 +1,8 @@
 """What the engine asks of a decoder backend.
 
 A backend holds the token memory (KV cells) of a fixed number of *slots*.  The decode loop of a model is its only
-user: every call but :meth:`Decoder.interrupt` and :meth:`Decoder.verify` comes from one Trio task, and none comes while
-a step, a save or a load is under way.
+user: every call but :meth:`Decoder.interrupt`, :meth:`Decoder.end_round` and :meth:`Decoder.verify` comes from one Trio
+task, and none comes while a step, a save or a load is under way.
 ``laneway_native.LlamaDecoder`` and ``laneway.testing.ScriptedDecoder`` implement this protocol; a backend of your own
 needs nothing else from the engine.
 """
@@ -107,9 +107,8 @@ class BatchPolicy:
     ``chunk_overrun`` of its target more where that fills a tile or ends its prompt: a short rest would cost a pass over
     all weights.
 
-    A decode step makes several tokens of each sequence, at most ``rounds_max``, while they take no more than
-    ``rounds_target`` seconds together: going from step to step costs time that is missed where steps are short.  With
-    0 it makes one.
+    A decode step makes several tokens of each sequence, at most ``rounds_max``, as many as take about ``rounds_target``
+    seconds together: going from step to step costs time that is missed where steps are short.  With 0 it makes one.
     """
 
     contiguous: bool = False
@@ -123,7 +122,7 @@ class BatchPolicy:
     chunk_probe: int = 32
     chunk_overrun: float = 0.3
     rounds_target: float = 0.0
-    rounds_max: int = 8
+    rounds_max: int = 16
 
     def choose_slot(self, free: Collection[int]) -> int:
         """The slot for a new sequence: the lowest, so that the slots in use stay close together."""
@@ -164,9 +163,11 @@ class BatchPolicy:
         """
         return 2 * prompts >= streams and seconds <= self.idle_chunk_target
 
-    def rounds(self, seconds: float | None) -> int:
-        """Tokens that a decode step should make of each sequence, if one takes so many seconds (None: not known)."""
-        return max(1, min(self.rounds_max, int(self.rounds_target / seconds))) if seconds else 1
+    def rounds(self, seconds: float) -> int:
+        """Tokens that a decode step should make of each sequence, if one of each takes so many seconds."""
+        return (
+            max(1, round(min(self.rounds_max, self.rounds_target / seconds))) if seconds else 1
+        )  # 0: too short for the clock
 
 
 @attrs.frozen
@@ -297,6 +298,12 @@ class Decoder(Protocol):
 
     def interrupt(self) -> None:
         """Stop the step under way, if there is one, as soon as can be.  Safe from any thread."""
+
+    def end_round(self) -> None:
+        """Let the step under way, if there is one, end with the round that it is in; what it has made by then counts.
+
+        Somebody has come or left.  A backend whose steps always have one round need do nothing.  Safe from any thread.
+        """
 
     async def save(self, slot: int) -> Callable[[], Awaitable[bytes]]:
         """Copy the whole state of a slot's cells, and return what seals the copy: into bytes that :meth:`load` takes.

@@ -185,6 +185,7 @@ struct laneway_decoder {
     std::vector<std::unique_ptr<llama_adapter_lora, AdapterFree>> adapters;
     Threadpool pool;
     std::atomic<bool> interrupted{false};
+    std::atomic<bool> last_round{false};
     std::unique_ptr<llama_context, ContextFree> context;
 
     llama_memory_t memory = nullptr;
@@ -426,7 +427,7 @@ int32_t laneway_decoder::step(laneway_batch &batch, laneway_error *error) {
             decode(batch.tokens, add(batch));
             sample(batch, 0);
             int32_t round = 1;
-            for (; round < batch.rounds; ++round) {
+            for (; round < batch.rounds && !is_raised(&last_round); ++round) {
                 const int32_t total = add_round(batch, round);
                 if (total == 0) {
                     break;
@@ -619,7 +620,12 @@ int32_t laneway_decoder_end_step(laneway_decoder *decoder) { return decoder->thr
 
 void laneway_decoder_interrupt(laneway_decoder *decoder) { decoder->interrupted.store(true); }
 
-void laneway_decoder_arm(laneway_decoder *decoder) { decoder->interrupted.store(false); }
+void laneway_decoder_end_round(laneway_decoder *decoder) { decoder->last_round.store(true); }
+
+void laneway_decoder_arm(laneway_decoder *decoder) {
+    decoder->interrupted.store(false);
+    decoder->last_round.store(false);
+}
 
 int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, const uint8_t **bytes, size_t *size,
                                   laneway_error *error) {

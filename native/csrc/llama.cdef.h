@@ -220,7 +220,7 @@ int32_t laneway_decoder_is_open(const laneway_decoder *decoder, int32_t slot);
 // One step: the moves, then one batch, then one sample for each chunk that asks.  choices has chunks entries.
 // tokens holds the chunks' tokens one after the other.  In each round after the first the tokens that were picked before
 // are decoded, but for end tokens, and the next ones picked; all chunks must be of one token then, and ask for one.
-enum { LANEWAY_MOST_ROUNDS = 8 };
+enum { LANEWAY_MOST_ROUNDS = 16 };
 
 typedef struct laneway_chunk {
     int32_t slot;
@@ -236,7 +236,7 @@ typedef struct laneway_batch {
     const int32_t *tokens;
     const int32_t *moves_from;
     const int32_t *moves_to;
-    int32_t rounds;          // wanted; afterwards: done, for it ends when every sequence has
+    int32_t rounds;          // wanted; afterwards: done
     int32_t *picked;         // rounds times chunks entries: the token, -1 where none was asked for
     laneway_choice *choices; // chunks entries, filled only where log-probabilities were asked for
     double seconds;
@@ -249,7 +249,9 @@ int32_t laneway_decoder_step_ended(const laneway_decoder *decoder);
 // The status of the step.  Waits for its end, if it has not come.
 int32_t laneway_decoder_end_step(laneway_decoder *decoder);
 void laneway_decoder_interrupt(laneway_decoder *decoder);
-// Forgets an interrupt that came when no step was under way.
+// Lets the step under way end after the round that it is in.  From any thread, too.
+void laneway_decoder_end_round(laneway_decoder *decoder);
+// Forgets what of both came when no step was under way.
 void laneway_decoder_arm(laneway_decoder *decoder);
 
 // A slot's cells as bytes, which belong to the decoder and hold until its next call.  size: 0 for an empty slot.

@@ -59,7 +59,8 @@ class LlamaDecoder:
     """Implements :class:`laneway.decoder.Decoder` on llama.cpp.
 
     ``model`` must stay open until this is closed.  Making one allocates its memory and reads adapters, so it blocks:
-    make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt`, any thread).
+    make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt` and
+    :meth:`end_round`, any thread).
 
     ``context_size``: tokens over all slots; each is promised ``context_size // parallel``.  ``parallel``: slots, 1 to
     256.  ``threads``: None takes the CPUs that this process may run on.  ``poll``: how long idle threads wait for the
@@ -80,7 +81,7 @@ class LlamaDecoder:
         context_size: int,
         parallel: int,
         threads: int | None = None,
-        poll: int = 1,
+        poll: int = 0,
         kv_type: str = "f16",
         kv_mode: KvMode | None = None,
         flash_attention: bool | None = None,
@@ -394,6 +395,11 @@ class LlamaDecoder:
         """Stop the step under way, within milliseconds.  Safe from any thread; without a step nothing happens."""
         if self._handle:
             lib.laneway_decoder_interrupt(self._handle)
+
+    def end_round(self) -> None:
+        """Let the step under way end after the round that it is in.  Safe from any thread."""
+        if self._handle:
+            lib.laneway_decoder_end_round(self._handle)
 
     # State.
 

@@ -18,8 +18,8 @@ MOST_UNIFIED_CELLS = 65_536
 """Cells that are kept in one stream by choice.  The mask of a chunk of 512 tokens has a value for each of them: 64 MiB
 here, written anew for each chunk."""
 
-ROUNDS_TARGET = 0.02
-"""Seconds that the rounds of one decode step may take together: 50 deltas a second are a stream to any reader."""
+ROUNDS_TARGET = 0.05
+"""Seconds that the rounds of one decode step take together, about: 20 deltas a second are a stream to any reader."""
 
 
 def plan(

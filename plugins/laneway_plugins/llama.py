@@ -75,7 +75,7 @@ class LlamaOptions:
     None gives each slot 2048, or the context that the model was trained on if that is smaller."""
     threads: int | None = attrs.field(default=None, validator=optional(whole(1, 512)))
     """None: one for each physical core that this process may run on."""
-    poll: int = attrs.field(default=1, validator=whole(0, 100))
+    poll: int = attrs.field(default=0, validator=whole(0, 100))
     """How long idle threads wait for the next step before they sleep, in units of some 0.05 s."""
     lora: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=_adapters)
     """Adapter files with their scales, ``[(path, scale), ...]``; a path alone has the scale 1."""

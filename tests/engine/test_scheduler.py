@@ -262,30 +262,36 @@ def test_short_decode_steps_make_several_tokens_once_their_time_is_known() -> No
     assert (one.computed, one.decode_steps, one.concurrency_sum) == (4 + 9, 9, 18)
     assert bench.step(seconds=0.03).batch.rounds == 4
     assert rounds(bench, 2) == [1, 4]
+    # A step that was ended early tells as well as a whole one.
+    step = bench.next()
+    picked = dict.fromkeys((0, 1), LETTER)
+    bench.scheduler.postprocess(step, StepResult(picked, 0.02, later=(picked,)))
+    assert rounds(bench, 1) == [2]
     # By default, and where the clock cannot tell, it is one.
     assert rounds(Bench(seq()), 4) == [0, 1, 1, 1]
     bench = Bench(seq(), policy=ROUNDS)
     assert [bench.step(seconds=0.0).batch.rounds for _ in range(3)] == [1, 1, 1]
-    assert BatchPolicy(rounds_target=0.02).rounds(1e-9) == 8
+    assert BatchPolicy(rounds_target=0.02).rounds(1e-9) == 16
+    assert BatchPolicy(rounds_target=0.02).rounds(0.008) == 2
 
 
 def test_rounds_stop_where_an_answer_has_no_more_room() -> None:
     bench = Bench(seq(1, max_tokens=8), seq(2, max_tokens=20), policy=ROUNDS)
-    # The first one ends with its eighth token; how long a step takes without it has to be learnt anew.
-    assert rounds(bench, 8) == [0, 0, 1, 4, 2, 1, 4, 4]
-    assert rounds(bench, 1) == [3]
+    # The first one ends with its eighth token.
+    assert rounds(bench, 8) == [0, 0, 1, 4, 2, 4, 4, 4]
     assert bench.scheduler.idle
 
 
 def test_nobody_waits_for_several_rounds() -> None:
     bench = Bench(seq(1), policy=ROUNDS)
     assert rounds(bench, 3) == [0, 1, 4]
-    bench.scheduler.add(two := seq(2))
-    assert rounds(bench, 4) == [0, 1, 4, 4]
+    bench.scheduler.add(two := seq(2, prompt=8))
+    # Two streams may take twice as long as the one that was timed.
+    assert rounds(bench, 4) == [0, 2, 4, 4]
     bench.scheduler.pause(two)
-    assert rounds(bench, 2) == [1, 4]
+    assert rounds(bench, 1) == [4]
     bench.scheduler.resume(two)
-    assert rounds(bench, 2) == [1, 4]
+    assert rounds(bench, 2) == [2, 4]
 
 
 def test_log_probabilities_come_with_every_token() -> None:

@@ -269,7 +269,7 @@ async def test_steps_that_make_no_sense_are_refused_and_harm_nobody(tiny: Model)
         for moves in [((0, 0),), ((0, 9),), ((9, 1),), ((0, -1),)]:
             with pytest.raises(DecodeError):
                 await decoder.step(StepBatch((), moves))
-        for tokens, sample, rounds in [([7], True, 0), ([7], True, 9), ([7], False, 2), ([7, 8], True, 2)]:
+        for tokens, sample, rounds in [([7], True, 0), ([7], True, 17), ([7], False, 2), ([7, 8], True, 2)]:
             with pytest.raises(DecodeError, match="rounds"):
                 await decoder.step(StepBatch((Chunk(0, here, tokens, sample),), rounds=rounds))
         with pytest.raises(DecodeError, match="open already"):
@@ -368,6 +368,29 @@ async def test_an_interrupt_without_a_step_is_forgotten(tiny: Model) -> None:
         decoder.interrupt()
         assert len(await answer(decoder, prompts(tiny)[0], 3)) == 3
     decoder.interrupt()  # closed: still nothing
+
+
+async def test_a_step_of_several_rounds_can_end_after_any_of_them(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompts(tiny)[0]
+    async with decoder_of(tiny) as decoder:
+        expected = await answer(decoder, prompt, 6)
+        decoder.end_round()  # without a step: forgotten
+        driver = Driver(decoder)
+        tokens = [await driver.start(0, prompt)]
+        begin_step = decoder._begin_step
+
+        def end_first() -> None:
+            decoder.end_round()
+            begin_step()
+
+        for begin, rounds in [(end_first, 1), (begin_step, 4)]:
+            monkeypatch.setattr(decoder, "_begin_step", begin)
+            chunk = Chunk(0, decoder.length(0), tokens[-1:], True)
+            result = await decoder.step(StepBatch((chunk,), rounds=4))
+            assert len(result.later) == rounds - 1
+            tokens += [picked[0] for picked in (result.tokens, *result.later)]
+        assert tokens == expected
+    decoder.end_round()  # closed: still nothing
 
 
 async def test_a_cancelled_caller_waits_for_the_native_call(tiny: Model) -> None:

@@ -193,7 +193,7 @@ async def test_options_reach_the_native_objects(native: FakeNative, tmp_path: Pa
             "decoder": {
                 "context_size": 200,
                 "threads": 3,
-                "poll": 1,
+                "poll": 0,
                 "kv_type": "q8_0",
                 "kv_mode": None,
                 "flash_attention": None,

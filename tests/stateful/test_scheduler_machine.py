@@ -255,14 +255,14 @@ class SchedulerRules(RuleBasedStateMachine):
         self.step = step
 
     @precondition(lambda self: self.step is not None)
-    @rule(tokens=TOKENS, seconds=SECONDS)
-    def succeed(self, tokens: list[int], seconds: float) -> None:
+    @rule(tokens=TOKENS, seconds=SECONDS, ended_after=st.sampled_from([1, 2, 3, 3]))
+    def succeed(self, tokens: list[int], seconds: float, ended_after: int = 3) -> None:
         assert self.step is not None
         step, self.step = self.step, None
         sampled = [chunk.slot for chunk in step.batch.chunks if chunk.sample]
         rounds: list[dict[int, int]] = []
         going = sampled
-        for number in range(step.batch.rounds):
+        for number in range(min(step.batch.rounds, ended_after)):
             rounds.append({slot: tokens[(number + at) % len(tokens)] for at, slot in enumerate(going)})
             going = [slot for slot in going if rounds[-1][slot] != END]
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):

@@ -515,6 +515,25 @@ async def test_rounds_are_as_many_steps_in_one(autojump_clock: trio.testing.Mock
     assert [len(decoder.cells(slot)) for slot in range(2)] == [11, 7]
 
 
+async def test_a_step_ends_with_the_round_that_it_is_in(autojump_clock: trio.testing.MockClock) -> None:
+    decoder = ScriptedDecoder(1, 40, seconds_per_step=1.0, end_every=None)
+    decoder.end_round()  # nothing to end: forgotten
+    decoder.open(0, GREEDY, [1, 2])
+    token = (await decoder.step(prefill(0, [1, 2]))).tokens[0]
+    begin = trio.current_time()
+    async with trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def later() -> None:
+            await trio.sleep(2.5)
+            decoder.end_round()
+
+        result = await decoder.step(StepBatch((Chunk(0, 2, [token], True),), rounds=9))
+        assert trio.current_time() - begin == result.seconds == 3
+    assert len(result.later) == 2
+    assert len(decoder.cells(0)) == 2 + 3
+
+
 # Misuse.
 
 

@@ -95,6 +95,7 @@ class _UnderWay:
     name: str
     token: trio.lowlevel.TrioToken
     interrupted: bool = False
+    last_round: bool = False
     wake: trio.Event = attrs.field(factory=trio.Event)
 
 
@@ -306,16 +307,17 @@ class ScriptedDecoder:
         self._counts["move"] += len(batch.moves)
         self._slots = slots
         count = sum(len(chunk.tokens) for chunk in batch.chunks)
-        seconds = (self.seconds_per_step + self.seconds_per_token * count) * batch.rounds
+        seconds = self.seconds_per_step + self.seconds_per_token * count
         started = trio.current_time()
         call = self._under_way = _UnderWay("step", trio.lowlevel.current_trio_token())
         try:
             if self.at_step is not None:
                 self.at_step(number, batch)
             await self._spend(call, None if number in self.hang_at else seconds)
-            if call.interrupted:
-                self._counts["interrupt"] += 1
-                raise StepInterrupted
+            result = self._first_round(batch, count, seconds)
+            while self._goes_on(call, batch, result):
+                await self._spend(call, seconds)
+                result = self._later_round(batch, result, seconds)
             self._fail("step", self.fail_at)
         except BaseException as error:
             what = "interrupted" if isinstance(error, StepInterrupted) else "failed"
@@ -325,7 +327,8 @@ class ScriptedDecoder:
         finally:
             self._under_way = None
             self._step_seconds += trio.current_time() - started
-        return self._finish(batch, count, seconds)
+        self._counts["prefill" if self._is_prefill(batch) else "decode"] += 1
+        return result
 
     def interrupt(self) -> None:
         """End the step under way with :class:`StepInterrupted`.  Without one, nothing happens, then or later."""
@@ -345,6 +348,12 @@ class ScriptedDecoder:
         except trio.RunFinishedError:
             # The run, and with it the step, ended between the two lines above: nothing is left to interrupt.
             return
+
+    def end_round(self) -> None:
+        """End the step under way after the round that it is in.  Without one, nothing happens, then or later."""
+        call = self._under_way
+        if call is not None:
+            call.last_round = True
 
     async def save(self, slot: int) -> Callable[[], Awaitable[bytes]]:
         """The cells of a slot as bytes, with a checksum once they are sealed.  The sampler is not part of them."""
@@ -581,8 +590,7 @@ class ScriptedDecoder:
         if chunk.sample and end < prompt:
             self._violate(f"{where}: sampled before the end of the prompt's {prompt} tokens")
 
-    @staticmethod
-    async def _spend(call: _UnderWay, seconds: float | None) -> None:
+    async def _spend(self, call: _UnderWay, seconds: float | None) -> None:
         """Let ``seconds`` pass, or wait for an interrupt (None), whatever becomes of the awaiting task."""
         if seconds is None:
             with trio.CancelScope(shield=True):
@@ -592,6 +600,9 @@ class ScriptedDecoder:
                 await call.wake.wait()
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
+        if call.interrupted:
+            self._counts["interrupt"] += 1
+            raise StepInterrupted
 
     async def _occupy(self, name: str) -> None:
         call = self._under_way = _UnderWay(name, trio.lowlevel.current_trio_token())
@@ -600,33 +611,40 @@ class ScriptedDecoder:
         finally:
             self._under_way = None
 
-    def _finish(self, batch: StepBatch, count: int, seconds: float) -> StepResult:
+    def _is_prefill(self, batch: StepBatch) -> bool:
+        return any(not self._generates(chunk) for chunk in batch.chunks)
+
+    def _generates(self, chunk: Chunk) -> bool:
+        sampler = self._slots[chunk.slot].sampler
+        assert sampler is not None
+        return chunk.position >= len(sampler.prompt)
+
+    def _goes_on(self, call: _UnderWay, batch: StepBatch, result: StepResult) -> bool:
+        before = result.later[-1] if result.later else result.tokens
+        ended = self.vocabulary.end_tokens.issuperset(before.values())
+        return len(result.later) + 1 < batch.rounds and not ended and not call.last_round
+
+    def _first_round(self, batch: StepBatch, count: int, seconds: float) -> StepResult:
         tokens: dict[int, int] = {}
         logprobs: dict[int, TokenLogprob] = {}
-        prefill = False
+        if not self._is_prefill(batch):
+            self._max_concurrency = max(self._max_concurrency, len(batch.chunks))
+        self._tokens += count
         for chunk in batch.chunks:
             entry = self._slots[chunk.slot]
             assert entry.sampler is not None
-            prefill = chunk.position < len(entry.sampler.prompt)
             for offset, token in enumerate(chunk.tokens):
                 entry.cells.append(token, chunk.position + offset)
             if chunk.sample:
                 tokens[chunk.slot], logprob = self._model.next_token(entry.sampler, entry.cells)
                 if logprob is not None:
                     logprobs[chunk.slot] = logprob
-        later = []
-        going = tokens
-        for number in range(1, batch.rounds):
-            going = self._finish_round(batch, number, going)
-            later.append(going)
-        self._tokens += count + sum(map(len, later))
-        self._counts["prefill" if prefill else "decode"] += 1
-        if not prefill:
-            self._max_concurrency = max(self._max_concurrency, len(batch.chunks))
-        return StepResult(tokens, seconds, logprobs, tuple(later))
+        return StepResult(tokens, seconds, logprobs)
 
-    def _finish_round(self, batch: StepBatch, number: int, before: Mapping[int, int]) -> dict[int, int]:
-        """The tokens of a later round, in which those go on that have not ended."""
+    def _later_round(self, batch: StepBatch, result: StepResult, seconds: float) -> StepResult:
+        """One more round, in which those go on that have not ended."""
+        number = 1 + len(result.later)
+        before = result.later[-1] if result.later else result.tokens
         tokens: dict[int, int] = {}
         for chunk in batch.chunks:
             entry = self._slots[chunk.slot]
@@ -635,7 +653,8 @@ class ScriptedDecoder:
             if token is not None and token not in self.vocabulary.end_tokens:
                 entry.cells.append(token, chunk.position + number)
                 tokens[chunk.slot], _ = self._model.next_token(entry.sampler, entry.cells)
-        return tokens
+        self._tokens += len(tokens)
+        return StepResult(result.tokens, result.seconds + seconds, result.logprobs, (*result.later, tokens))
 
     def _parse(self, state: bytes) -> Cells:
         body, checksum = state[:-_CHECKSUM_SIZE], state[-_CHECKSUM_SIZE:]
