@@ -45,6 +45,7 @@ DEFAULT_PLUGINS = (
     "laneway_plugins.completion",
     "laneway_plugins.batch",
     "laneway_plugins.llm_translate",
+    "laneway_plugins.finetune",
 )
 """Modules of the built-in plugins.  The last part of the path is the plugin's name."""
 

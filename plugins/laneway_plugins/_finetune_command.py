@@ -24,14 +24,11 @@ LINES = 20
 """About how many lines of progress there are where there is no terminal."""
 
 
-class _ShareOrFile(click.ParamType):
-    name = "share|file"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | Path:
-        try:
-            return float(value)
-        except ValueError:
-            return Path(value)
+def _share_or_file(text: str) -> float | Path:
+    try:
+        return float(text)
+    except ValueError:
+        return Path(text)
 
 
 @click.command()
@@ -42,7 +39,10 @@ class _ShareOrFile(click.ParamType):
 )
 @click.option("--resume", is_flag=True, help="Go on with the paused training of this output; DATA may be left out.")
 @click.option(
-    "--validation", type=_ShareOrFile(), help="What to measure with: a share of the data, such as 0.1, or a file."
+    "--validation",
+    type=_share_or_file,
+    metavar="SHARE|FILE",
+    help="What to measure with: a share of the data, such as 0.1, or a file.",
 )
 @click.option("--format", type=click.Choice(["auto", "text", "chat"]), help="Of DATA (default: by its name).")
 @click.option("--truncate", is_flag=True, default=None, help="Cut chats that are too long instead of refusing them.")
@@ -69,7 +69,7 @@ class _ShareOrFile(click.ParamType):
 )
 @click.pass_context
 def finetune(
-    ctx: click.Context, model: str, data: Path | None, output: Path, resume: bool, plot: Path | None, **fields: Any
+    ctx: click.Context, /, model: str, data: Path | None, output: Path, resume: bool, plot: Path | None, **fields: Any
 ) -> None:
     """Train a LoRA adapter for MODEL on DATA.
 

@@ -50,7 +50,7 @@ class _Scale:
     def at(self, up: float) -> float:
         """The loss at a height."""
         if self.logarithmic:
-            return self.low * (self.high / self.low) ** up
+            return self.low * math.exp(math.log(self.high / self.low) * up)
         return self.low + (self.high - self.low) * up
 
 

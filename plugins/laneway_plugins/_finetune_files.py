@@ -2,7 +2,8 @@
 
 ``name.gguf.training/`` is there from the start of a training to its end and holds the data as tokens, the checkpoint
 (which is the trainer's own affair), a record of the settings and the losses so far.  ``.name.gguf.lock`` is held by the
-process that trains; it stays, empty, for a lock that is removed can be held twice.
+process that trains.  Its holder removes it before letting go: who has opened it meanwhile finds that out, and tries
+again with a new one.
 
 Everything here blocks for a short while.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -22,6 +24,8 @@ import filelock
 
 from laneway import FinetuneError
 from laneway_plugins._finetune_data import Example, Loss
+
+log = logging.getLogger("laneway.finetune")
 
 _FORMAT = 1
 
@@ -70,7 +74,8 @@ class TrainingFiles:
         self.checkpoint = self.folder / "checkpoint"
         self._record = self.folder / "training.json"
         self._losses = self.folder / "losses.jsonl"
-        self._lock = output.with_name(f".{output.name}.lock")
+        self._lock_path = output.with_name(f".{output.name}.lock")
+        self._lock: filelock.BaseFileLock | None = None
 
     # What there is.
 
@@ -169,26 +174,41 @@ class TrainingFiles:
 
     # The lock.
 
-    def lock(self) -> filelock.BaseFileLock:
-        """Keep other trainings, also those of other processes, away from this output.  To be released.
+    def lock(self) -> None:
+        """Keep other trainings, also those of other processes, away from this output, until :meth:`unlock`.
 
-        Raises :class:`FinetuneError` if another one has it.
+        Raises :class:`FinetuneError` if another one has it, or :class:`OSError`.
         """
-        lock = filelock.FileLock(self._lock, thread_local=False, is_singleton=False)
+        # Soft locks would outlive a process that is killed.
+        lock = filelock.FileLock(self._lock_path, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            lock.acquire(blocking=False)
+            lock.acquire()
         except filelock.Timeout:
             raise FinetuneError(
                 f"another training writes to {self.output}; wait for its end, or choose another output"
             ) from None
-        return lock
+        self._lock = lock
+
+    def unlock(self) -> None:
+        """Let others have it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock_path.unlink(missing_ok=True)
+            try:
+                lock.release()
+            except OSError as error:
+                # Its descriptor is closed all the same, and with it the lock is gone.
+                log.warning("letting go of %s failed: %s", self._lock_path, error)
 
     def is_locked(self) -> bool:
-        """Whether a process trains for this output."""
+        """Whether somebody else trains for this output."""
+        probe = TrainingFiles(self.output)
         try:
-            self.lock().release()
+            probe.lock()
         except FinetuneError:
             return True
+        probe.unlock()
         return False
 
 

@@ -488,11 +488,11 @@ def discard(output: str | os.PathLike[str]) -> None:
     files = TrainingFiles(_output_path(output))
     if not files.folder.exists():
         return
-    lock = files.lock()
+    files.lock()
     try:
         files.discard()
     finally:
-        lock.release()
+        files.unlock()
 
 
 def _nothing_to_resume(output: Path) -> FinetuneError:
@@ -582,10 +582,23 @@ class _NativeTrainer:
         )
 
     async def check_memory(self, plan: Plan) -> None:
-        raise NotImplementedError
+        if plan.need is not None:
+            await _off_loop(self._check_memory, plan.need)
+
+    def _check_memory(self, need: int) -> None:
+        there = _native().available().now
+        if there is not None and need > there:
+            raise FinetuneError(
+                f"the training needs about {_size(need)} beside the loaded model, and {_size(there)} of memory are "
+                "free; a smaller batch, context_length or rank, or base='native', needs less"
+            )
 
     def open(self) -> AbstractAsyncContextManager[Child]:
         return open_child()
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
 def _native_settings(request: FinetuneRequest) -> dict[str, Any]:
@@ -681,8 +694,8 @@ def _check_start(request: FinetuneRequest, plan: Plan, files: TrainingFiles) -> 
     if not request.resume:
         if there:
             raise FinetuneError(
-                f"there is a paused training of {files.output}; go on with it (resume), or throw it away (discard) "
-                "or choose another output"
+                f"there is a paused training of {files.output}; go on with it (resume), throw it away "
+                "(discard), or choose another output"
             )
         return None
     if record is None or not there:
@@ -705,11 +718,13 @@ async def handler(ctx: RequestContext, prepared: Prepared) -> FinetuneResult:
     job: Job = prepared.payload
     files = TrainingFiles(job.request.output)
     try:
-        lock = await _off_loop(files.lock)
+        await _off_loop(files.lock)
         try:
             return await _Fit(ctx, job, files, control).run()
         finally:
-            lock.release()
+            files.unlock()
+    except OSError as error:
+        raise FinetuneError(f"the training cannot go on: {error}") from error
     finally:
         _controls.get(ctx.model, {}).pop(ctx.request_id, None)
 
@@ -739,32 +754,38 @@ class _Fit:
 
     async def run(self) -> FinetuneResult:
         """Train.  What is on the disk afterwards is what the outcome says."""
-        await self._begin()
+        earlier = await _off_loop(_check_start, self._job.request, self._job.plan, self._files)
+        await _trainer.check_memory(self._job.plan)
         output = self._files.output
         _live[output] = self
         try:
+            await self._begin(earlier)
             return await self._train()
-        except FinetuneError:
-            with trio.CancelScope(shield=True):
-                await _off_loop(self._keep_what_there_is)
+        except Exception:
+            await self._leave(self._keep_what_there_is)
             raise
         except BaseException:
             unwanted = trio.current_effective_deadline() == -math.inf and self._was_cancelled()
-            with trio.CancelScope(shield=True):
-                await _off_loop(self._files.cancel if unwanted else self._keep_what_there_is)
+            await self._leave(self._files.cancel if unwanted else self._keep_what_there_is)
             raise
         finally:
             del _live[output]
+
+    async def _leave(self, tidy: Callable[[], None]) -> None:
+        with trio.CancelScope(shield=True):
+            try:
+                await _off_loop(tidy)
+            except OSError:
+                # Why it ended is to be told, not this.  A checkpoint is found also under a record that was not updated.
+                log.exception("what the training of %s leaves cannot be put in order", self._files.output)
 
     def _was_cancelled(self) -> bool:
         """Whether the end was asked for; a caller that leaves, an unload and a closing engine leave what there is."""
         model = self._ctx.model
         return not self._control.left and model.state == "loaded" and not model.engine.snapshot().closed
 
-    async def _begin(self) -> None:
+    async def _begin(self, earlier: Record | None) -> None:
         job, files = self._job, self._files
-        earlier = await _off_loop(_check_start, job.request, job.plan, files)
-        await _trainer.check_memory(job.plan)
         if earlier is None:
             assert job.dataset is not None
             self._record = Record(state="running", settings=_settings(job.request), model=job.plan.fingerprint)
@@ -777,8 +798,7 @@ class _Fit:
 
     async def _train(self) -> FinetuneResult:
         try:
-            opening = _trainer.open()
-            async with opening as child:
+            async with _trainer.open() as child:
                 conversation = Conversation(
                     child,
                     job_line(self._message()),
@@ -787,13 +807,10 @@ class _Fit:
                     silence=self._job.request.silence_timeout,
                 )
                 last = await conversation.run()
-        except OSError as error:
-            raise FinetuneError(f"the training cannot go on: {error}", self._step) from error
         finally:
             if self._curve is not None:
                 self._curve.close()
-        with trio.CancelScope(shield=True):
-            return await self._finish(last)
+        return await self._finish(last)
 
     def _message(self) -> dict[str, Any]:
         request, files = self._job.request, self._files
@@ -812,14 +829,17 @@ class _Fit:
 
     async def _finish(self, last: Paused | Finished) -> FinetuneResult:
         self._step = last.step
-        if isinstance(last, Finished):
-            if not self._files.output.is_file():
-                raise FinetuneError(f"the training is done, and there is no adapter at {self._files.output}", last.step)
-            await _off_loop(self._files.discard)
-        else:
-            self._control.paused = True
-            self._record = attrs.evolve(self._record, state="paused", step=last.step, steps=self._steps)
-            await _off_loop(partial(self._files.write, self._record, durable=True))
+        # A cancel comes too late.
+        with trio.CancelScope(shield=True):
+            if isinstance(last, Finished):
+                if not self._files.output.is_file():
+                    output = self._files.output
+                    raise FinetuneError(f"the training is done, and there is no adapter at {output}", last.step)
+                await _off_loop(self._files.discard)
+            else:
+                self._control.paused = True
+                self._record = attrs.evolve(self._record, state="paused", step=last.step, steps=self._steps)
+                await _off_loop(partial(self._files.write, self._record, durable=True))
         return FinetuneResult(
             state="completed" if isinstance(last, Finished) else "paused",
             output=self._files.output,
