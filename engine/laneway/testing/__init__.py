@@ -19,6 +19,7 @@ from laneway.testing._backend import scripted_backend as scripted_backend
 from laneway.testing._backend import scripted_loader_plugin as scripted_loader_plugin
 from laneway.testing._check_plugin import BrokenPromise as BrokenPromise
 from laneway.testing._check_plugin import CheckedOperation as CheckedOperation
+from laneway.testing._check_plugin import Promise as Promise
 from laneway.testing._check_plugin import check_plugin as check_plugin
 from laneway.testing._decoder import SCRIPTED_POLICY as SCRIPTED_POLICY
 from laneway.testing._decoder import Call as Call

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import laneway_summarise
 import pytest
 import trio
 from laneway_summarise import SummariseRequest, halve, stream, summarise
 
 import laneway
-from laneway.testing import ScriptedLoader, ScriptedTokenizer
+from laneway.testing import ScriptedLoader, ScriptedTokenizer, check_plugin
 
 STORY = "".join(f"On day {day} the ship sailed on. Nobody saw land.\n\n" for day in range(1, 9))
 TWO_PARTS = {"parallel": 2, "context_size": 640}
@@ -42,6 +43,16 @@ def open_model(scripted_loader: ScriptedLoader, autojump_clock: trio.testing.Moc
             scripted_loader.assert_idle()
 
     return open_model
+
+
+def test_it_keeps_what_it_declares() -> None:
+    (checked,) = check_plugin(
+        laneway_summarise,
+        requests={"summarise": SummariseRequest(STORY, max_tokens=16)},
+        wrong={"summarise": [SummariseRequest(STORY * 20, max_tokens=16), SummariseRequest(STORY, max_tokens=300)]},
+        load={"script": answer, **TWO_PARTS},
+    )
+    assert checked.steps > 0
 
 
 async def test_a_short_text_is_summarised_at_once(open_model: OpenModel) -> None:
