@@ -130,6 +130,7 @@ async def main(options: argparse.Namespace) -> int:
             context_size=slots * window,
             threads=options.threads,
             chunk_target=options.chunk_target,
+            prefix_cache=False,  # the same prompt comes again and again
         )
         # Pages and caches are there from now on, and the speed of chunks is known.
         await seconds_to_first_text(model, await prompt_of(model, options.prompt, 0))

@@ -133,6 +133,7 @@ async def main(options: argparse.Namespace) -> None:
             threads=options.threads,
             poll=options.poll,
             kv_mode=options.kv_mode,
+            prefix_cache=False,  # the same prompts come again and again
             flash_attention={"auto": None, "on": True, "off": False}[options.flash_attention],
         )
         if options.what == "prepare":

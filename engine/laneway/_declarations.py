@@ -318,4 +318,6 @@ class PluginSpec:
     name: str = attrs.field(validator=_DASHED_WORD)
     operations: tuple[Operation, ...] = attrs.field(default=(), converter=_operations, validator=_each_once)
     loaders: tuple[Loader, ...] = attrs.field(default=(), converter=_loaders, validator=_each_once)
+    prefix_cache: bool = True
+    """Whether prompts share what they have in common at their beginning, if the decoder can."""
     commands: tuple[Any, ...] = attrs.field(default=(), converter=_commands)

@@ -74,7 +74,15 @@ def _beside(call: Coroutine[Any, Any, _T], work: Callable[[], None]) -> Generato
 class DecodeLoop:
     """Runs one decoder for everybody who asks its model for tokens."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, model: str, on_failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        on_failed: Callable[[str], None],
+        prefix_cache: bool = True,
+    ) -> None:
         self.decoder = decoder
         self.scheduler = Scheduler(
             slots=decoder.slots,
@@ -82,6 +90,7 @@ class DecodeLoop:
             policy=decoder.policy,
             end_tokens=tokenizer.end_tokens,
             piece=tokenizer.piece,
+            share=prefix_cache and decoder.shares_prefixes and not decoder.policy.contiguous,
         )
         self.failure: str | None = None
         self._model = model
@@ -201,10 +210,9 @@ class DecodeLoop:
             if self._to_save:
                 await self._save(self._to_save.popleft())
                 continue
-            openings = self.scheduler.assign()
-            for opening in openings:
+            opening = self.scheduler.assign()
+            if opening is not None:
                 await self._open(opening)
-            if openings:
                 continue  # a load takes time, in which others may have left
             step = self.scheduler.schedule()
             if step is not None:
@@ -241,14 +249,32 @@ class DecodeLoop:
     async def _open(self, opening: Opening) -> None:
         """Make a slot ready for its sequence."""
         sequence = opening.sequence
-        assert sequence.slot is not None
+        slot = sequence.slot
+        assert slot is not None
+        if opening.keep == 0:
+            self._empty(slot)
+        try:
+            if opening.keep:
+                self.decoder.cut(slot, opening.keep)
+            if opening.copy_from is not None:
+                self.decoder.copy(opening.copy_from, slot, sequence.computed)
+        except DecodeError as error:
+            # Cells that have slid out of the model's window, say.
+            log.info("a prefix of model %r cannot be shared, so it is computed anew: %s", self._model, error)
+            if opening.keep:
+                self._empty(slot)
+            self.scheduler.missed(sequence)
         if opening.load:
             await self._load(sequence)
+        if opening.opens:
+            self._open_sampler(sequence, slot)
+
+    def _open_sampler(self, sequence: Sequence, slot: int) -> None:
         try:
-            self.decoder.open(sequence.slot, sequence.sampling, sequence.prompt)
+            self.decoder.open(slot, sequence.sampling, sequence.prompt)
         except (DecodeError, InvalidRequestError) as error:
             # No room for one more sampler, say: nobody else is in that slot, so nobody else is hurt (rule C10).
-            log.exception("slot %d of model %r could not be opened", sequence.slot, self._model)
+            log.exception("slot %d of model %r could not be opened", slot, self._model)
             tokens = self._streams[sequence]
             self._drop(self.scheduler.remove(sequence))
             self._forget(tokens)
@@ -273,17 +299,30 @@ class DecodeLoop:
             tokens.seal = await _beside(self.decoder.save(sequence.slot), self._deliver_beside)
         except DecodeError as error:
             log.warning("the state of a sequence of model %r could not be saved: %s", self._model, error)
-        self._drop(sequence.slot)
+        self._vacate(sequence)
         self._forget(tokens)
 
     def _retire(self, tokens: Tokens) -> None:
         """A sequence has ended: free its slot, at once or when its state was saved."""
         sequence = tokens.sequence
-        if tokens.keep_state and sequence.slot is not None and sequence.whole and sequence.computed:
+        if tokens.wants_state and sequence.slot is not None and sequence.whole and sequence.computed:
             self._to_save.append(tokens)
             return
-        self._drop(sequence.slot)
+        self._vacate(sequence)
         self._forget(tokens)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that has ended, with its cells if others may share them."""
+        length = self.scheduler.keepable(sequence)
+        if sequence.slot is not None and length:
+            try:
+                self.decoder.cut(sequence.slot, length)
+            except DecodeError as error:
+                log.info("the cells of a sequence of model %r cannot be kept: %s", self._model, error)
+            else:
+                self.scheduler.keep(sequence.slot)
+                return
+        self._drop(sequence.slot)
 
     def _collect(self, outputs: list[Output]) -> None:
         if not outputs:
@@ -316,7 +355,8 @@ class DecodeLoop:
             self._break(f"{self._failed_steps} decode steps in a row failed, the last one: {error.reason}", error)
 
     def _wanted(self, step: Step) -> bool:
-        return any(not self._streams[sequence].leaving for sequence in step.sequences)
+        streams = [self._streams[sequence] for sequence in step.sequences]
+        return any(not tokens.leaving or tokens.wants_state for tokens in streams)
 
     def _sweep(self) -> None:
         # Popped one at a time: if a drop raises, what is left is still known to _end_all.
@@ -329,12 +369,15 @@ class DecodeLoop:
 
     def _drop(self, slot: int | None) -> None:
         if slot is not None:
-            try:
-                self.decoder.drop(slot)
-            except Exception as error:
-                # What is still in the slot would end up in somebody else's answer.
-                raise _DropError(f"slot {slot} could not be dropped: {error}") from error
+            self._empty(slot)
             self.scheduler.release(slot)
+
+    def _empty(self, slot: int) -> None:
+        try:
+            self.decoder.drop(slot)
+        except Exception as error:
+            # What is still in the slot would end up in somebody else's answer.
+            raise _DropError(f"slot {slot} could not be dropped: {error}") from error
 
     def _forget(self, tokens: Tokens) -> None:
         del self._streams[tokens.sequence]

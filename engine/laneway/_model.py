@@ -62,6 +62,7 @@ class Model:
                 backend.tokenizer,
                 model=name,
                 on_failed=lambda reason: on_failed(self, reason),
+                prefix_cache=backend.prefix_cache,
             )
 
     def __repr__(self) -> str:

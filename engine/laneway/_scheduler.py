@@ -16,6 +16,10 @@ The policy:
 - Prompt and answer together never exceed the window (rule A10).  The last token of an answer needs no cell.
 - Where steps are short a decode step makes several tokens of each stream, unless a prompt is pending.
 - Gaps between decoding slots are closed by moves where the backend's policy asks for it, once nobody waits for a slot.
+- What prompts have in common at their beginning is computed once, where the backend can share it.  A slot whose
+  sequence has ended keeps its cells until somebody needs the slot, the longest unused one first; a prompt takes what it
+  can from any slot, and waits for one that is just computing what it needs, too.  A slot with kept cells counts as
+  free, and no slot ever holds more than its window, so nobody goes short (rule A10).
 """
 
 from __future__ import annotations
@@ -106,20 +110,34 @@ class Sequence:
     @property
     def held(self) -> tuple[int, ...]:
         """The tokens in its cells, as long as it is whole."""
-        return (*self.prompt, *self.output)[: self.computed] + self.beyond
+        return _answered(self) + self.beyond
 
 
 @final
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Opening:
-    """A sequence that has just been given its slot, and what is to be done to the slot before the next step.
+    """What is to be done to a slot before the next step, in the order of the fields.
 
-    If ``load``, the first ``sequence.computed`` tokens of its saved state are loaded; if they cannot be,
-    :meth:`Scheduler.missed` is told.  Then ``decoder.open(slot, sampling, prompt)`` is called.
+    If something of it fails, the slot is to be dropped and :meth:`Scheduler.missed` told; the rest is still done.
     """
 
     sequence: Sequence
+    keep: int | None = None
+    """The slot has cells of another sequence: cut it to so many, drop it for 0.  None: it is empty."""
+    copy_from: int | None = None
+    """Copy the first ``sequence.computed`` cells of this slot."""
     load: bool = False
+    """Load the first ``sequence.computed`` cells of its saved state."""
+    opens: bool = True
+    """It has just been given its slot: call ``decoder.open(slot, sampling, prompt)``."""
+
+
+@attrs.define(eq=False)
+class _Prefix:
+    """Cells that stay in the slot of a sequence that has ended."""
+
+    tokens: tuple[int, ...]
+    used: int  # when it was last of use, in assignments
 
 
 @final
@@ -166,25 +184,38 @@ class Scheduler:
     """Shares a decoder's slots and steps out among sequences.
 
     ``slots`` and ``window`` (tokens) are the decoder's; ``end_tokens`` end an answer; ``piece`` gives a token's bytes
-    and is called for every token, so it should be quick.
+    and is called for every token, so it should be quick.  ``share``: prefixes are kept and copied, which the decoder
+    must be able to; it goes with slots in any order.
 
     :meth:`add`, :meth:`pause` and :meth:`resume` may come at any time, also while a step is under way; everything else
     comes between steps.  Nothing raises but for bugs.
     """
 
     def __init__(
-        self, *, slots: int, window: int, policy: BatchPolicy, end_tokens: frozenset[int], piece: Callable[[int], bytes]
+        self,
+        *,
+        slots: int,
+        window: int,
+        policy: BatchPolicy,
+        end_tokens: frozenset[int],
+        piece: Callable[[int], bytes],
+        share: bool = False,
     ) -> None:
         assert slots >= 1
+        assert not (share and policy.contiguous)
         self._window = window
         self._policy = policy
         self._end_tokens = end_tokens
         self._piece = piece
-        self._free = set(range(slots))
+        self._share = share
+        self._free = set(range(slots))  # those with kept cells among them
         self._owners: list[Sequence | None] = [None] * slots  # slot -> who holds it, or held it and is to be dropped
         self._waiting: dict[int, list[Sequence]] = {}  # ticket -> its sequences without a slot, in input order
         self._holds: dict[int, int] = {}  # ticket -> slots of its live sequences
-        self._prefilling: list[Sequence] = []
+        self._prefilling: list[Sequence] = []  # as they were given their slots
+        self._followers: dict[Sequence, tuple[Sequence, int]] = {}  # who waits for whose cells, and how many, as above
+        self._kept: dict[int, _Prefix] = {}  # free slot -> its cells
+        self._uses = 0  # of slots, to tell when a prefix was last used
         self._streams: list[tuple[int, Sequence]] = []  # (slot, decoding sequence), ascending; see _refresh
         self._stale = False  # whether _streams must be made anew
         self._gaps = False  # whether _streams has gaps that the policy was not asked about yet
@@ -211,8 +242,13 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits and every slot is free."""
+        """Whether nobody waits and every slot is free, with kept cells or without."""
         return not self._waiting and len(self._free) == len(self._owners)
+
+    @property
+    def kept(self) -> dict[int, tuple[int, ...]]:
+        """The tokens in free slots: prefixes that others may share."""
+        return {slot: prefix.tokens for slot, prefix in self._kept.items()}
 
     def snapshot(self) -> SchedulerSnapshot:
         """Who holds which slot and how many wait for one."""
@@ -257,6 +293,36 @@ class Scheduler:
         self._free.add(slot)
         self._stale = True
 
+    def keepable(self, sequence: Sequence) -> int:
+        """How many cells of an ended sequence are worth keeping, to be cut to and :meth:`keep`; 0: drop its slot.
+
+        Nothing that another slot keeps, too.
+        """
+        if not self._share or not sequence.whole or sequence.computed < self._policy.chunk_min:
+            return 0
+        tokens = _answered(sequence)
+        for prefix in self._kept.values():
+            if len(prefix.tokens) >= len(tokens) and common_prefix(prefix.tokens, tokens) == len(tokens):
+                self._touch(prefix)
+                return 0
+        return len(tokens)
+
+    def keep(self, slot: int) -> None:
+        """The slot of an ended sequence is free, and was cut to what was :meth:`keepable`."""
+        owner = self._owners[slot]
+        assert owner is not None
+        tokens = _answered(owner)
+        for prefix in self._kept.values():
+            if common_prefix(prefix.tokens, tokens) == len(prefix.tokens):
+                prefix.used = 0  # the new one is as good, so this one is the first to go
+        self.release(slot)
+        self._kept[slot] = _Prefix(tokens, used=0)
+        self._touch(self._kept[slot])
+
+    def _touch(self, prefix: _Prefix) -> None:
+        self._uses += 1
+        prefix.used = self._uses
+
     def pause(self, sequence: Sequence) -> None:
         """Keep a sequence out of decode steps (rule S2).  It keeps its slot; a prompt is still taken in."""
         sequence.paused = True
@@ -269,18 +335,22 @@ class Scheduler:
 
     # A step
 
-    def assign(self) -> list[Opening]:
-        """Give the free slots to those who wait.  Everything that is returned is done, in order, before anything else.
+    def assign(self) -> Opening | None:
+        """What is to be done to some slot before the next step; None if nothing more is.  Do it before asking again.
 
         A sequence that cannot be opened is removed; its slot is dropped and released as that of any other.
         """
-        openings = []
-        while self._free and self._waiting:
-            ticket = min(self._waiting, key=self._claim)
-            sequence = self._waiting[ticket][0]
-            self._leave_line(sequence)
-            openings.append(self._give_slot(sequence))
-        return openings
+        if self._followers:
+            opening = self._end_following()
+            if opening is not None:
+                return opening
+        if not self._free or not self._waiting:
+            return None
+        ticket = min(self._waiting, key=self._claim)
+        sequence = self._waiting[ticket][0]
+        self._leave_line(sequence)
+        self._holds[ticket] = self._holds.get(ticket, 0) + 1
+        return self._give_slot(sequence)
 
     def missed(self, sequence: Sequence) -> None:
         """What was to be in its cells before its first chunk is not there: the slot is empty, all is to be computed."""
@@ -338,15 +408,35 @@ class Scheduler:
     # Slots
 
     def _give_slot(self, sequence: Sequence) -> Opening:
-        slot = self._policy.choose_slot(self._free)
+        source, length, leader = self._find_prefix(sequence)
+        load = sequence.restorable > (length if leader is None else leader[1])
+        if load:
+            source, length, leader = None, sequence.restorable, None
+        slot = self._choose_slot(source, length)
+        keep = None
+        if slot in self._kept:
+            del self._kept[slot]
+            keep = length if slot == source else 0
         self._free.remove(slot)
         self._owners[slot] = sequence
-        self._holds[sequence.ticket] = self._holds.get(sequence.ticket, 0) + 1
         sequence.slot = slot
         sequence.state = SequenceState.PREFILL
-        sequence.computed = sequence.cached = sequence.restored = sequence.restorable
         self._prefilling.append(sequence)
-        return Opening(sequence, load=sequence.restorable > 0)
+        if leader is not None:
+            self._followers[sequence] = leader
+            return Opening(sequence=sequence, keep=keep)
+        sequence.computed = sequence.cached = length
+        sequence.restored = length if load else 0
+        return Opening(sequence=sequence, keep=keep, copy_from=None if slot == source else source, load=load)
+
+    def _choose_slot(self, source: int | None, length: int) -> int:
+        """The slot for a sequence that will share ``length`` tokens of what ``source`` holds."""
+        if source in self._kept and len(self._kept[source].tokens) == length:
+            return source  # nothing of it is lost
+        empty = self._free.difference(self._kept)
+        if empty:
+            return self._policy.choose_slot(empty)
+        return min(self._kept, key=lambda slot: (slot == source, self._kept[slot].used))
 
     def _claim(self, ticket: int) -> tuple[int, int]:
         return self._holds.get(ticket, 0), ticket
@@ -364,6 +454,7 @@ class Scheduler:
         """End a sequence that holds a slot.  The slot is neither held nor free until it is released."""
         if sequence.state is SequenceState.PREFILL:
             self._prefilling.remove(sequence)
+            self._followers.pop(sequence, None)
         sequence.state = SequenceState.FINISHED
         self._holds[sequence.ticket] -= 1
         if not self._holds[sequence.ticket]:
@@ -374,6 +465,59 @@ class Scheduler:
         for slot, held in enumerate(self._owners):
             if held is not None and held.state is not SequenceState.FINISHED:
                 yield slot, held
+
+    # Prefixes
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[int | None, int, tuple[Sequence, int] | None]:
+        """The slot that holds most of its first tokens, and how many: ``(slot, length, None)``.
+
+        If somebody is going to have more of them, whom to wait for, and how long: ``(None, 0, (leader, length))``.
+        A sequence waits only for one that was given its slot before, or that waits for nobody: so one of them goes on.
+        """
+        source: int | None = None
+        length = 0
+        leader = None
+        if not self._share:
+            return source, length, leader
+        prompt = sequence.prompt[:-1]  # the last token is always computed: it brings the first of the answer
+        most = self._policy.chunk_min - 1  # so few are not worth it: no chunk is smaller
+        for slot, held in self._live():
+            if held.state is SequenceState.DECODING and (found := _longer_prefix(prompt, held.prompt, most)):
+                source, length, most = slot, found, found
+        for slot, prefix in sorted(self._kept.items(), key=lambda item: item[1].used, reverse=True):
+            if found := _longer_prefix(prompt, prefix.tokens, most):
+                source, length, most = slot, found, found
+        before = True
+        for held in self._prefilling:
+            if held is sequence:
+                before = False
+            elif (before or held not in self._followers) and (found := _longer_prefix(prompt, held.prompt, most)):
+                most = found
+                if found > held.computed:
+                    source, length, leader = None, 0, (held, found)
+                else:
+                    source, length, leader = held.slot, found, None
+        if source is not None and source in self._kept:
+            self._touch(self._kept[source])
+        return source, length, leader
+
+    def _end_following(self) -> Opening | None:
+        """A copy for one whose leader has got as far as it needs, or has ended before."""
+        while (sequence := self._done_following()) is not None:
+            del self._followers[sequence]
+            source, length, again = self._find_prefix(sequence)
+            if again is not None:
+                self._followers[sequence] = again
+            elif source is not None:
+                sequence.computed = sequence.cached = length
+                return Opening(sequence=sequence, copy_from=source, opens=False)
+        return None
+
+    def _done_following(self) -> Sequence | None:
+        for sequence, (leader, length) in self._followers.items():
+            if leader.state is not SequenceState.PREFILL or leader.computed >= length:
+                return sequence
+        return None
 
     # The two kinds of steps
 
@@ -407,7 +551,7 @@ class Scheduler:
 
     def _next_chunk(self) -> tuple[Sequence, int]:
         """The prompt whose turn it is, and how many of its tokens a chunk would take in."""
-        sequence = min(self._prefilling, key=self._turn)
+        sequence = min([each for each in self._prefilling if each not in self._followers], key=self._turn)
         remaining = len(sequence.prompt) - sequence.computed
         rate = sequence.prefill_rate or self._rate
         return sequence, self._policy.chunk_size(remaining, rate, len(self._streams))
@@ -521,6 +665,18 @@ class Scheduler:
 
 
 _input_order = attrgetter("index")
+
+
+def _answered(sequence: Sequence) -> tuple[int, ...]:
+    """The tokens in its cells up to the end of its answer."""
+    return (*sequence.prompt, *sequence.output)[: sequence.computed]
+
+
+def _longer_prefix(prompt: tuple[int, ...], tokens: tuple[int, ...], than: int) -> int:
+    """How many tokens they have in common, if that is more than ``than``; else 0."""
+    if len(tokens) <= than or len(prompt) <= than or prompt[than] != tokens[than] or prompt[:than] != tokens[:than]:
+        return 0
+    return common_prefix(prompt, tokens, than + 1)
 
 
 def common_prefix(left: tuple[int, ...], right: tuple[int, ...], known: int = 0) -> int:

@@ -100,6 +100,8 @@ class Tokens:
         self.sequence = sequence
         self.restore = restore
         self.keep_state = keep_state
+        self.wants_state = keep_state
+        """False once its block was left by an error or a cancel: nobody is going to ask for the state."""
         self.seal: Callable[[], Awaitable[bytes]] | None = None
         """Makes bytes of the copy that was made of its cells when it ended."""
         self.leaving = False
@@ -151,6 +153,8 @@ class Tokens:
     ) -> None:
         # The slot is not waited for, or nested blocks would leave one step after the other, and a step that all of them
         # are leaving would not be cut short (rules C3, C9).  The request waits, before its permit goes back.
+        if error is not None:
+            self.wants_state = False
         self.drop()
         # A last output may still be on its way; whoever has left must not hear of it after saying so.
         self.fail(trio.ClosedResourceError("this sequence was dropped"))
@@ -183,8 +187,8 @@ class Tokens:
     async def saved_state(self) -> SavedState | None:
         """What was in its cells when it ended, once they are copied and the slot is free: with ``keep_state`` only.
 
-        It ends by its answer, or because its block was left.  None if nothing was in cells, if the step that it was in
-        failed or was cut short, or if copying failed, which is logged.
+        It ends by its answer, or because its block was left.  None if nothing was in cells, if its block was left by an
+        error or a cancel before, if the step that it was in failed, or if copying failed, which is logged.
         """
         self._check_entered()
         if not self.keep_state:

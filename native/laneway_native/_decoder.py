@@ -443,8 +443,9 @@ class LlamaDecoder:
         if length > self._window:
             raise DecodeError(f"{length} tokens of a saved state are more than the {self._window} of a slot")
         error = new_error()
-        data = ffi.from_buffer("uint8_t[]", state)
-        check(lib.laneway_decoder_state_set(handle, slot, data, len(state), length, error), error)
+        # Let go of by hand: if an error keeps this frame alive, the garbage collector may take the memory first.
+        with ffi.from_buffer("uint8_t[]", state) as data:
+            check(lib.laneway_decoder_state_set(handle, slot, data, len(state), length, error), error)
 
     # The end.
 

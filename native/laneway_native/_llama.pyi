@@ -81,7 +81,7 @@ class _Lib:
     LANEWAY_UNSUPPORTED: Final = 110
     LANEWAY_BAD_STATE: Final = 111
     LANEWAY_TOP_LOGPROBS: Final = 20
-    LANEWAY_MOST_ROUNDS: Final = 8
+    LANEWAY_MOST_ROUNDS: Final = 16
 
     def laneway_start(self, folder: bytes, /) -> None: ...
     def laneway_llama_version(self) -> Any: ...

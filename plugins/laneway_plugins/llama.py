@@ -89,6 +89,8 @@ class LlamaOptions:
     """Seconds for which the intake of a prompt may hold up those that are being answered."""
     stall_timeout: float | None = attrs.field(default=None, validator=optional(_seconds))
     """Seconds for which a run may stay paused by its reader before it is ended; None: for ever."""
+    prefix_cache: bool = attrs.field(default=True, validator=of_type(bool))
+    """Compute what prompts have in common at their beginning once, where cells are unified; False: each on its own."""
     n_gpu_layers: int = attrs.field(default=-1, validator=whole(-1, 10_000))
     """Layers for the GPU, where the build has one; -1: all."""
     use_mmap: bool | None = attrs.field(default=None, validator=optional(of_type(bool)))
@@ -134,6 +136,7 @@ async def load(source: ModelSource, parallel: int, options: LlamaOptions) -> Bac
             metadata=_metadata(model),
             context_size=context_size,
             stall_timeout=options.stall_timeout,
+            prefix_cache=options.prefix_cache,
             aclose=functools.partial(_close, decoder, model),
         )
     except BaseException:

@@ -554,7 +554,7 @@ async def test_C11_an_odd_error_in_the_loop_fails_its_model_alone(autojump_clock
 
 
 async def test_C11_what_a_step_has_made_is_whole_though_a_drop_fails(autojump_clock: trio.testing.MockClock) -> None:
-    async with bench(fail_drop={1: laneway.DecodeError("cannot drop")}) as b:
+    async with bench(fail_drop={1: laneway.DecodeError("cannot drop")}, prefix_cache=False) as b:
         async with b.run("generate", Generate((1, 2), 6)) as one, b.run("generate", Generate((3, 4), 6)) as two:
             # Both end with the same step, and dropping the first of them fails.
             assert (await one.result()).stop_reason == "length"

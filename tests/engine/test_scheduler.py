@@ -50,7 +50,7 @@ class Bench:
             self.scheduler.add(sequence)
 
     def next(self) -> Step:
-        self.opened = tuple(opening.sequence for opening in self.scheduler.assign())
+        self.opened = tuple(opening.sequence for opening in iter(self.scheduler.assign, None))
         step = self.scheduler.schedule()
         assert step is not None
         return step
@@ -159,6 +159,7 @@ def test_a_slot_is_not_given_away_before_it_is_released() -> None:
     bench.next()
     slot = bench.scheduler.remove(first)
     assert slot == 0
+    assert bench.scheduler.assign() is None
     assert bench.scheduler.schedule() is None
     assert not bench.scheduler.idle
     assert bench.scheduler.snapshot().slots == {0: (1, 0, SequenceState.FINISHED)}
@@ -343,7 +344,8 @@ def test_a_prompt_whose_beginning_is_in_cells_already_goes_on_from_there() -> No
 
 def test_a_beginning_that_could_not_be_loaded_is_computed() -> None:
     bench = Bench(sequence := seq(prompt=10, restorable=6))
-    (opening,) = bench.scheduler.assign()
+    opening = bench.scheduler.assign()
+    assert opening is not None
     assert (opening.sequence, opening.load, sequence.computed) == (sequence, True, 6)
     bench.scheduler.missed(sequence)
     chunk = bench.step().batch.chunks[0]

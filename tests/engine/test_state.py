@@ -143,10 +143,9 @@ async def test_one_that_leaves_early_keeps_what_was_in_cells(autojump_clock: tri
             return await tokens.saved_state()
 
         state = await handle(b, body)
-        # Perhaps of a step more than was read: the one under way when it left.
-        known = PROMPT + answer_of(b, max_tokens=6)
-        assert len(PROMPT) <= len(state.tokens) < len(known)
-        assert state.tokens == known[: len(state.tokens)]
+        # The step that was under way when it left is not cut short: it is the one after the prompt.
+        assert state.tokens == PROMPT + answer_of(b)[:1]
+        assert b.decoder.statistics().interrupts == 0
         b.nothing_left()
 
 
@@ -174,7 +173,7 @@ async def test_a_copy_that_fails_is_none_and_frees_the_slot(
             assert await tokens.saved_state() is None
 
         await handle(b, body)
-        assert "could not be saved: as told" in caplog.text
+        assert "could not be saved" in caplog.text
         b.nothing_left()
 
 
@@ -192,14 +191,19 @@ async def test_a_step_that_fails_leaves_no_state(autojump_clock: trio.testing.Mo
         b.nothing_left()
 
 
-async def test_a_step_that_is_cut_short_leaves_no_state(autojump_clock: trio.testing.MockClock) -> None:
-    async with bench(hang_at={3}) as b:
+@pytest.mark.parametrize("hangs", [False, True], ids=["between", "in a step"])
+async def test_one_that_is_cancelled_leaves_no_state_and_is_not_waited_for(
+    hangs: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with bench(hang_at={3} if hangs else ()) as b:
 
         async def body(ctx: laneway.RequestContext) -> None:
-            async with ctx.generate(list(PROMPT), GREEDY, keep_state=True) as tokens:
-                await trio.sleep(5)
-            assert b.decoder.statistics().interrupts == 1
+            with trio.move_on_after(0.35):
+                async with ctx.generate(list(PROMPT), GREEDY, keep_state=True) as tokens:
+                    await trio.sleep_forever()
+            assert trio.current_time() < 1
             assert await tokens.saved_state() is None
+            assert (b.decoder.statistics().interrupts, b.decoder.statistics().saves) == (1, 0)
 
         await handle(b, body)
         b.nothing_left()
@@ -221,7 +225,7 @@ async def test_one_that_never_had_a_slot_has_no_state(autojump_clock: trio.testi
 
 async def test_a_peer_waits_for_the_copy_and_not_for_the_seal(autojump_clock: trio.testing.MockClock) -> None:
     """A step takes 0.1 s, the copy 2 s, sealing and verifying 30 s."""
-    async with bench(3, seconds_per_state=2.0, seconds_per_seal=30.0) as b:
+    async with bench(3, seconds_per_state=2.0, seconds_per_seal=30.0, prefix_cache=False) as b:
         deliveries: list[float] = []
         times: dict[str, float] = {}
 
@@ -319,7 +323,7 @@ async def test_a_request_that_is_cancelled_during_the_copy_waits_for_it(
 
 
 async def test_a_sequence_may_leave_while_another_is_loaded(autojump_clock: trio.testing.MockClock) -> None:
-    async with bench(2, seconds_per_state=5.0) as b:
+    async with bench(2, seconds_per_state=5.0, prefix_cache=False) as b:
         state = await saved(b)
 
         async def loading(ctx: laneway.RequestContext) -> None:

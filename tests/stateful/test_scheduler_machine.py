@@ -219,9 +219,11 @@ class SchedulerRules(RuleBasedStateMachine):
     @rule(miss=st.sampled_from([False, False, True]))
     def begin(self, miss: bool = False) -> None:
         opens = self._expected_opens()
-        openings = self.scheduler.assign()
-        assert [self.all[opening.sequence] for opening in openings] == opens
-        for opening, job in zip(openings, opens, strict=True):
+        for job in opens:
+            opening = self.scheduler.assign()
+            assert opening is not None
+            assert (opening.sequence, opening.opens) == (job.sequence, True)
+            assert (opening.keep, opening.copy_from) == (None, None)
             assert job.sequence.slot == job.slot
             assert job.slot is not None
             assert opening.load is (job.sequence.restorable > 0)
@@ -230,6 +232,7 @@ class SchedulerRules(RuleBasedStateMachine):
             expected = 0 if miss else job.sequence.restorable
             assert job.sequence.computed == job.sequence.cached == job.sequence.restored == expected
             self.decoder.open(job.slot, job)
+        assert self.scheduler.assign() is None
         step = self.scheduler.schedule()
         if step is None:
             assert not self._streams()

@@ -36,6 +36,8 @@ class ScriptedOptions:
     """Whether prompts begin with ``<|begin|>``."""
     stall_timeout: float | None = attrs.field(default=None, validator=optional(_seconds))
     """Seconds for which a run may stay paused by its reader (rule S2)."""
+    prefix_cache: bool = True
+    """Whether prompts share what they have in common at their beginning."""
     seconds_to_load: float = attrs.field(default=0.0, validator=_seconds)
     """How long loading takes; like a native call it is not cut short by a cancel."""
     load_error: Exception | None = None
@@ -168,6 +170,7 @@ def _build(name: str, source: str, parallel: int, options: ScriptedOptions) -> t
         metadata={"architecture": "scripted", "vocabulary": str(tokenizer.size)},
         context_size=options.context_size,
         stall_timeout=options.stall_timeout,
+        prefix_cache=options.prefix_cache,
         aclose=decoder.aclose,
     )
     return backend, decoder
