@@ -219,8 +219,8 @@ class ScriptedTrainer:
         assert [child for child in self.children if child.returncode is None] == []
 
 
-async def _on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
-    # Virtual time would run on while a thread works.
+async def on_the_loop(function: Callable[..., Any], *args: Any) -> Any:
+    """What otherwise a thread does: virtual time would run on while it works."""
     await trio.lowlevel.checkpoint()
     return function(*args)
 
@@ -230,5 +230,5 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> ScriptedTrainer:
     """Takes the place of the native trainer, and keeps the operation off threads."""
     trainer = ScriptedTrainer()
     monkeypatch.setattr(finetune, "_trainer", trainer)
-    monkeypatch.setattr(finetune, "_off_loop", _on_the_loop)
+    monkeypatch.setattr(finetune, "_off_loop", on_the_loop)
     return trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from laneway import (
     InvalidRequestError,
     RequestRejectedByPolicyError,
 )
+from laneway.testing import check_plugin
 from laneway_plugins import completion, finetune
 from laneway_plugins._finetune_child import GRACE_SECONDS
 from laneway_plugins._finetune_files import TrainingFiles
@@ -1110,3 +1112,24 @@ def test_the_plugin_declares_what_the_rules_ask_for() -> None:
         laneway.Use.EXCLUSIVE,
         True,
     )
+
+
+def test_C7_it_keeps_its_promises_when_it_is_cancelled_anywhere(trainer: ScriptedTrainer, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(CHAT) + "\n")
+    trainer.steps = 2
+    numbers = itertools.count()
+    (checked,) = check_plugin(
+        finetune,
+        requests={
+            "finetune": lambda: FinetuneRequest(
+                dataset=data, output=tmp_path / f"{next(numbers)}.gguf", checkpoint_every=1
+            )
+        },
+        wrong={"finetune": [FinetuneRequest(dataset=tmp_path / "nowhere.txt", output=tmp_path / "a.gguf")]},
+    )
+    assert checked.checkpoints > 5
+    assert checked.cancels >= checked.checkpoints
+    trainer.assert_all_ended()
+    left = [path.name for path in tmp_path.iterdir() if path.name.endswith(".lock")]
+    assert left == []
