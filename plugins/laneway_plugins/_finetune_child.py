@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -80,17 +81,30 @@ class Child(Protocol):
 async def open_child(arguments: tuple[str, ...] = ("-m", MODULE)) -> AsyncIterator[Child]:
     """A new process of this Python for the length of a block.  Raises :class:`OSError`."""
     process = await trio.lowlevel.open_process(
-        [sys.executable, *arguments],
+        # Not what lies in the directory that we happen to be in.
+        [sys.executable, "-P", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # Or ggml would start a debugger when it aborts.
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
     )
     try:
+        _offer_to_the_oom_killer(process.pid)
         yield process
     finally:
         with trio.CancelScope(shield=True):
             await _end(process)
+
+
+def _offer_to_the_oom_killer(pid: int) -> None:
+    """Where memory runs out after all, this process should go, and not the one that holds everybody's model."""
+    try:
+        with open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("900")
+    except OSError:  # not on this system, or it has ended
+        return
 
 
 async def _end(child: Child) -> None:

@@ -575,7 +575,7 @@ class _NativeTrainer:
         except training.TrainingError as error:
             raise FinetuneError(f"model {Path(path).name} cannot be trained: {error}") from error
         return Plan(
-            model_path=path,
+            model_path=os.path.abspath(path),
             fingerprint=header.sha256,
             threads=request.threads or native.default_threads(),
             need=need,

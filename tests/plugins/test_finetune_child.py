@@ -86,6 +86,14 @@ async def test_to_its_end(tmp_path: Path) -> None:
     assert gone(pid_of(talk.process))
 
 
+async def test_what_it_is_started_with(tmp_path: Path) -> None:
+    with pytest.raises(FinetuneError) as caught:
+        await Talk(tmp_path, "look").run()
+    backtrace, here, score = caught.value.log_line.split(" ")
+    assert (backtrace, here) == ("1", "False")
+    assert score in ("900", "") or not sys.platform.startswith("linux")
+
+
 async def test_paused(tmp_path: Path) -> None:
     talk = Talk(tmp_path, "pausing")
     talk.pause.set()
