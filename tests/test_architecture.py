@@ -21,6 +21,10 @@ PURE = {
     "laneway._admission",
     "laneway._errors",
     "laneway._events",
+    "laneway._kvcache._format",
+    "laneway._kvcache._history",
+    "laneway._kvcache._keys",
+    "laneway._kvcache._retention",
     "laneway._lifecycle",
     "laneway._scheduler",
     "laneway._text",
@@ -38,11 +42,15 @@ PURE_STANDARD_LIBRARY = {
     "collections.abc",
     "enum",
     "functools",
+    "hashlib",
     "heapq",
     "itertools",
+    "json",
     "math",
     "operator",
+    "struct",
     "typing",
+    "unicodedata",
 }
 
 PUBLIC = {"laneway", "laneway.decoder", "laneway.hookspecs", "laneway.testing", "laneway.validators"}

@@ -7,6 +7,7 @@ one leaves the others decoding.  Start at :func:`open_engine`.
 from __future__ import annotations
 
 from laneway._declarations import Backend as Backend
+from laneway._declarations import Gate as Gate
 from laneway._declarations import Loader as Loader
 from laneway._declarations import Operation as Operation
 from laneway._declarations import Overflow as Overflow
@@ -33,6 +34,7 @@ from laneway._errors import RequestIdConflictError as RequestIdConflictError
 from laneway._errors import RequestRejectedByPolicyError as RequestRejectedByPolicyError
 from laneway._errors import TranslationError as TranslationError
 from laneway._events import BatchEvent as BatchEvent
+from laneway._events import CacheReport as CacheReport
 from laneway._events import Done as Done
 from laneway._events import Event as Event
 from laneway._events import Progress as Progress
@@ -40,6 +42,12 @@ from laneway._events import Stats as Stats
 from laneway._events import StopReason as StopReason
 from laneway._events import TextDelta as TextDelta
 from laneway._events import TokenLogprob as TokenLogprob
+from laneway._kvcache._caches import CacheDeletion as CacheDeletion
+from laneway._kvcache._caches import CacheEntry as CacheEntry
+from laneway._kvcache._caches import CachePlan as CachePlan
+from laneway._kvcache._caches import KVCaches as KVCaches
+from laneway._kvcache._retention import CacheRetention as CacheRetention
+from laneway._kvcache._turns import CacheTurn as CacheTurn
 from laneway._model import Model as Model
 from laneway._records import RequestRecord as RequestRecord
 from laneway._run import Run as Run

@@ -14,7 +14,7 @@ Questions that the contract decides, and the answers
 -----------------------------------------------------
 
 *Who is next?*  The oldest ready ticket of the lane.  A ticket is ready if it is exclusive, or first in the claim queue
-of each of its keys; without keys that is always.  Once ready, it stays ready.
+of each of its keys; without keys that is always.  (Or gated: see below.)  Once ready, it stays ready.
 
 *What if the oldest ready ticket does not fit?*  It blocks its lane: nobody behind it starts, however light (A12).
 
@@ -44,6 +44,12 @@ is on the model, in whatever lane.  Then, only if it cannot start at once: ``ove
 
 *What about a key that is found later?*  A running ticket gets it if nobody holds it or waits for it, else not.  It
 never waits for it, so no two tickets can wait for each other.
+
+*What is a gated ticket?*  One that needs something outside the model as well, such as the lock of a file that another
+process may hold.  Until :meth:`Admission.open_gate` it is not ready, as if it lacked one more key.  ``at_gate`` tells
+when that is all it lacks: who opens gates need not hold what is outside for somebody whose turn it is not.  A ticket
+that may inherit a key is told of beforehand (``heirs``), so that its gate can be open when the key comes, and nobody
+younger starts in between.  An exclusive ticket has no gate.
 
 *What if keys are named twice?*  They count once.  Claiming a key that the ticket holds already is granted.
 
@@ -113,8 +119,10 @@ class Ticket:
     """What it claimed on arrival, and after that what :meth:`Admission.try_claim` gave it."""
     lane: str
     state: TicketState = _WAITING
+    gated: bool = False
+    """Whether it also waits for its gate to be opened."""
     _missing: int = attrs.field(default=0, init=False, repr=False)
-    """For how many of its keys somebody else is first."""
+    """For how many of its keys somebody else is first, and one more if it is gated."""
 
 
 @final
@@ -249,6 +257,7 @@ class Admission:
         nowait: bool = False,
         cap: float | None = None,
         lane: str = "",
+        gated: bool = False,
     ) -> tuple[Ticket, list[Ticket]]:
         """Take a ticket.
 
@@ -259,12 +268,15 @@ class Admission:
         :param nowait: refuse if it cannot start at once
         :param cap: the lane's cap, if the lane is idle; see :func:`normalise_cap`
         :param lane: the lane group, ``""`` for the model's own lane
+        :param gated: not ready before :meth:`open_gate`
         :returns: the ticket, and what has started: the ticket itself, or nothing
         :raises Refused: it may neither start nor wait; nothing has changed
         :raises ValueError: the weight or the cap is no such thing; nothing has changed
         """
         if weight < 1:
             raise ValueError(f"the weight of a ticket is at least 1, not {weight}")
+        if gated and exclusive:
+            raise ValueError("an exclusive ticket has no gate: it is always ready")
         if cap is not None:
             cap = normalise_cap(cap)
         keys = tuple(dict.fromkeys(keys)) if keys else ()
@@ -276,7 +288,7 @@ class Admission:
             raise Refused("busy", len(place.line), self.queue_limit)
         if weight > place.cap:
             weight = int(place.cap)
-        starts = self._can_start_now(place, exclusive, weight, keys)
+        starts = not gated and self._can_start_now(place, exclusive, weight, keys)
         if not starts:
             if nowait:
                 raise Refused("overflow", len(place.line), self.queue_limit)
@@ -286,6 +298,9 @@ class Admission:
         number = self._next_number
         self._next_number = number + 1
         ticket = Ticket(number, kind, exclusive, unique, weight, keys, lane)
+        if gated:
+            ticket.gated = True
+            ticket._missing = 1
         if idle:
             self._lanes[lane] = place
         self._kinds[kind] = self._kinds.get(kind, 0) + 1
@@ -369,7 +384,42 @@ class Admission:
             ticket.keys += (key,)
         return True
 
+    def open_gate(self, ticket: Ticket) -> list[Ticket]:
+        """Let a gated ticket be ready as soon as it is first for its keys.
+
+        :returns: what has started on account of it: the ticket itself, or nothing
+        :raises TicketStateError: it does not wait here behind a gate; nothing has changed
+        """
+        place = self._lanes.get(ticket.lane)
+        if place is None or place.line.get(ticket.number) is not ticket or not ticket.gated:
+            raise self._misuse("open the gate of", ticket, _WAITING)
+        ticket.gated = False
+        ticket._missing -= 1
+        if ticket._missing:
+            return []
+        heappush(place.ready, ticket.number)
+        return self._admit((place,))
+
     # What can be asked
+
+    def free(self, keys: Iterable[Hashable]) -> bool:
+        """Whether nobody holds any of these keys, or waits for it."""
+        return not any(key in self._first for key in keys)
+
+    def at_gate(self, ticket: Ticket) -> bool:
+        """Whether a waiting ticket lacks nothing but that its gate is opened."""
+        return ticket.state is _WAITING and ticket.gated and ticket._missing == 1
+
+    def heirs(self, ticket: Ticket) -> list[Ticket]:
+        """The gated tickets that will be at their gates once ``ticket`` is gone, oldest first."""
+        gains: dict[Ticket, int] = {}
+        for key in ticket.keys:
+            behind = self._behind.get(key)
+            if behind and self._first[key] is ticket:
+                heir = next(iter(behind.values()))
+                gains[heir] = gains.get(heir, 0) + 1
+        found = [heir for heir, count in gains.items() if heir.gated and heir._missing == count + 1]
+        return sorted(found, key=_BY_NUMBER)
 
     @property
     def idle(self) -> bool:

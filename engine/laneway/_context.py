@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import trio
 
 from laneway._errors import InvalidRequestError, ModelNotLoadedError
+from laneway._kvcache._turns import CacheTurn
 from laneway._run import collect_stats
 from laneway._scheduler import Sequence, common_prefix
 from laneway._tokens import Tokens
@@ -15,7 +16,8 @@ from laneway._tokens import Tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from laneway._events import Stats, TextDelta
+    from laneway._events import CacheReport, Stats, TextDelta
+    from laneway._kvcache._caches import CachePlan
     from laneway._model import Model
     from laneway._request import Request
     from laneway._tokens import SavedState
@@ -110,6 +112,16 @@ class Context:
         if request.ticket is None:
             return False
         return request.model.lanes.try_claim(request.ticket, key)
+
+    def cache_turn(self, plan: CachePlan, prompt: list[int]) -> CacheTurn:
+        """A turn on the cache file that ``plan`` found, for the length of a block (rule K3).
+
+        ``prepare`` made the plan, and its :class:`Prepared` named the plan's keys and gate.
+        """
+        return CacheTurn(plan, prompt, self.claim, self._note_cache)
+
+    def _note_cache(self, report: CacheReport) -> None:
+        self._request.cache = report
 
     async def close(self) -> None:
         """Drop every sequence that the handler left behind, and wait until their slots are free."""

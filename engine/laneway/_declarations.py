@@ -9,12 +9,14 @@ import enum
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
 if TYPE_CHECKING:
     from laneway._events import Stats, TextDelta
+    from laneway._kvcache._caches import CachePlan
+    from laneway._kvcache._turns import CacheTurn
     from laneway._model import Model
     from laneway._sources import ModelSource
     from laneway._tokens import SavedState, Tokens
@@ -199,16 +201,38 @@ def _each_once(instance: PluginSpec, attribute: attrs.Attribute[Any], value: tup
         seen.add(name)
 
 
+@runtime_checkable
+class Gate(Protocol):
+    """Something outside this process that a request must hold while it runs, such as the lock of a file (rule K2).
+
+    Both methods are called from the engine's own transitions: they must be quick, and must not raise.
+    """
+
+    def enter(self) -> bool:
+        """Take it if it is free, and say whether the request may go on; never waits."""
+
+    def leave(self) -> None:
+        """Give it back, if it was taken."""
+
+
+def _is_gate(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not isinstance(value, Gate):
+        raise TypeError(f"gate must have the methods enter and leave, which {value!r} has not")
+
+
 @attrs.frozen(kw_only=True)
 class Prepared:
     """What ``prepare`` found out about a valid request, before it arrives.
 
     ``weight`` is how many slots it would like at once (rule A12), ``keys`` name what it must hold alone, such as cache
-    files (rule A13).  ``payload`` is the plugin's own and goes to the handler untouched.
+    files (rule A13), and ``gate`` is what other processes may hold of that: it is entered when the request is first for
+    its keys, and left with its permit.  A request that waits at its gate is like one that waits for a key; an exclusive
+    one has none.  ``payload`` is the plugin's own and goes to the handler untouched.
     """
 
     weight: int = attrs.field(default=1, validator=_weight)
     keys: tuple[Hashable, ...] = attrs.field(default=(), converter=_keys)
+    gate: Gate | None = attrs.field(default=None, validator=_is_gate)
     payload: Any = None
 
 
@@ -252,6 +276,9 @@ class RequestContext(Protocol):
     def claim(self, key: Hashable) -> bool:
         """Try to hold one more key; False if somebody else does.  Never waits (rule A13)."""
 
+    def cache_turn(self, plan: CachePlan, prompt: list[int]) -> CacheTurn:
+        """A turn on the cache file that ``plan`` found, for the length of a block (rule K3)."""
+
 
 @attrs.frozen(kw_only=True)
 class Operation:
@@ -291,6 +318,8 @@ class Backend:
     """Tokens that all slots hold together, as errors tell it; ``window * parallel`` by default."""
     stall_timeout: float | None = None
     """Seconds for which a run may stay paused by its reader (rule S2); None: for ever."""
+    prefix_cache: bool = True
+    """Whether prompts share what they have in common at their beginning, if the decoder can."""
     aclose: Callable[[], Awaitable[None]] | None = None
 
 
@@ -318,6 +347,4 @@ class PluginSpec:
     name: str = attrs.field(validator=_DASHED_WORD)
     operations: tuple[Operation, ...] = attrs.field(default=(), converter=_operations, validator=_each_once)
     loaders: tuple[Loader, ...] = attrs.field(default=(), converter=_loaders, validator=_each_once)
-    prefix_cache: bool = True
-    """Whether prompts share what they have in common at their beginning, if the decoder can."""
     commands: tuple[Any, ...] = attrs.field(default=(), converter=_commands)

@@ -30,6 +30,7 @@ from laneway._errors import (
     ModelNotLoadedError,
     holds,
 )
+from laneway._kvcache._caches import KVCaches
 from laneway._model import Model
 from laneway._plugins import PluginHost
 from laneway._registry import Registry
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from laneway._declarations import Loader, Operation
+    from laneway._kvcache._retention import CacheRetention
     from laneway._plugins import PluginRecord
     from laneway._request import Request
 
@@ -54,24 +56,34 @@ def open_engine(
     plugins: Iterable[Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     strict_plugins: bool = False,
+    cache_retention: CacheRetention | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     """An engine for the length of a block.
 
     Leaving the block ends what still runs, waits for its teardown and frees every model.
 
     :param plugins: more plugins than the built-in and the installed ones; see :class:`laneway.PluginSpec`
-    :param cache_dir: where models are looked for; the user's cache directory by default
+    :param cache_dir: where models are looked for and KV caches lie; ``LANEWAY_CACHE_DIR``, else the user's cache
+        directory by default
     :param strict_plugins: raise :class:`PluginDeclarationError` for a broken plugin instead of going on without it
+    :param cache_retention: the bounds of automatic KV caches (rule K6)
     """
-    return _OpenEngine(plugins, cache_dir, strict_plugins)
+    return _OpenEngine(plugins, cache_dir, strict_plugins, cache_retention)
 
 
 @final
 class _OpenEngine:
-    def __init__(self, plugins: Iterable[Any] | None, cache_dir: Any, strict_plugins: bool) -> None:
+    def __init__(
+        self,
+        plugins: Iterable[Any] | None,
+        cache_dir: Any,
+        strict_plugins: bool,
+        cache_retention: CacheRetention | None,
+    ) -> None:
         self._plugins = plugins
         self._cache_dir = cache_dir
         self._strict = strict_plugins
+        self._caches = KVCaches(cache_dir, cache_retention)
         self._entered = False
         self._fatal: BaseException | None = None
 
@@ -85,7 +97,7 @@ class _OpenEngine:
         self._services = _Host(self._on_fatal)
         self._requests = _Host(self._on_fatal, on_cancelled=registry.shut)
         registry.start_soon = self._requests.start_soon
-        self._engine = Engine(host, registry, self._services, self._cache_dir)
+        self._engine = Engine(host, registry, self._services, self._cache_dir, self._caches)
         self._manager = trio.open_nursery()
         self._nursery = await self._manager.__aenter__()
         self._nursery.start_soon(self._services.run)
@@ -185,11 +197,14 @@ class _Host:
 class Engine:
     """Models and the requests that run on them.  Made by :func:`open_engine` alone."""
 
-    def __init__(self, host: PluginHost, registry: Registry, services: _Host, cache_dir: Any) -> None:
+    def __init__(
+        self, host: PluginHost, registry: Registry, services: _Host, cache_dir: Any, kv_caches: KVCaches
+    ) -> None:
         self._host = host
         self._registry = registry
         self._services = services
         self._cache_dir = cache_dir
+        self._kv_caches = kv_caches
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
 
@@ -206,6 +221,11 @@ class Engine:
     def plugins(self) -> tuple[PluginRecord, ...]:
         """What is known of every plugin, broken ones included."""
         return tuple(self._host.records)
+
+    @property
+    def kv_caches(self) -> KVCaches:
+        """The conversations on disk: list, delete and prune them."""
+        return self._kv_caches
 
     # Models.
 

@@ -30,6 +30,20 @@ class TokenLogprob:
 
 
 @attrs.frozen(kw_only=True)
+class CacheReport:
+    """What became of the cache of one request (rule K3)."""
+
+    key: str | None
+    """None for one that was found by its content."""
+    miss: str | None = None
+    """Why nothing was taken up; None if there was a state to begin with."""
+    ended: Literal["commit", "rollback", "release"] = "release"
+    """``commit``: the file is of this turn; ``release``: the last committed one stays; ``rollback``: there is none."""
+    reason: str | None = None
+    """Why it is no commit."""
+
+
+@attrs.frozen(kw_only=True)
 class Stats:
     """Figures of one request (or of one item of a batch).  Seconds are of the run's clock."""
 
@@ -44,6 +58,8 @@ class Stats:
     """Generated tokens after the first, over the seconds from the first to the last; None below two tokens."""
     average_concurrent_sequences: float | None = None
     """Mean number of sequences in the decode steps that this one took part in; None when there was none."""
+    cache: CacheReport | None = None
+    """What became of its KV cache on disk; None without one, and while the request has not ended."""
 
 
 @attrs.frozen

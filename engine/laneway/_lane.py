@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
     from laneway._admission import Admission, Ticket
+    from laneway._declarations import Gate
 
 
 @attrs.frozen(kw_only=True)
@@ -80,6 +81,7 @@ class Lanes:
         self._model = model
         self._on_start = on_start
         self._parked: dict[Ticket, trio.lowlevel.Task] = {}  # {waiting ticket: the task in its wait_turn}
+        self._gates: dict[Ticket, Gate] = {}  # {live ticket: what it needs, or holds, from outside}
 
     def __repr__(self) -> str:
         core = self._admission
@@ -92,7 +94,7 @@ class Lanes:
     @property
     def idle(self) -> bool:
         """Whether nothing is live and nothing is left of what was (rule A11)."""
-        return self._admission.idle and not self._parked
+        return self._admission.idle and not self._parked and not self._gates
 
     @property
     def queue_limit(self) -> int:
@@ -120,17 +122,50 @@ class Lanes:
         nowait: bool = False,
         cap: float | None = None,
         lane: str = "",
+        gate: Gate | None = None,
     ) -> Ticket:
         """Take a ticket now; see :meth:`laneway._admission.Admission.arrive` for what the parameters mean.
 
+        :param gate: what it needs from outside as well; entered when it is first for its keys, left with the ticket.
+            Where that fails, because somebody outside is in there, :meth:`knock` tries again
         :returns: the ticket, which may be running already; the caller owes it a :meth:`leave`
         :raises laneway._admission.Refused: it may neither start nor wait; nothing has changed and nothing is owed
         """
-        ticket, started = self._admission.arrive(
-            kind, exclusive=exclusive, unique=unique, weight=weight, keys=keys, nowait=nowait, cap=cap, lane=lane
-        )
+        keys = tuple(keys)
+        inside = gate is not None and self._admission.free(keys) and gate.enter()
+        try:
+            ticket, started = self._admission.arrive(
+                kind,
+                exclusive=exclusive,
+                unique=unique,
+                weight=weight,
+                keys=keys,
+                nowait=nowait,
+                cap=cap,
+                lane=lane,
+                gated=gate is not None and not inside,
+            )
+        except BaseException:
+            if gate is not None and inside:
+                gate.leave()
+            raise
         assert all(other is ticket for other in started), "an arrival starts nobody else"
+        if gate is not None:
+            self._gates[ticket] = gate
         return ticket
+
+    @enable_ki_protection
+    def knock(self, ticket: Ticket) -> bool:
+        """Try the gate of a ticket again if it is its turn; whether it still has to be opened.
+
+        Nobody tells when a process outside lets go of something, so somebody has to come and look.
+        """
+        if ticket.state is not TicketState.WAITING or not ticket.gated:
+            return False
+        if not self._admission.at_gate(ticket) or not self._gates[ticket].enter():
+            return True
+        self._begin(self._admission.open_gate(ticket))
+        return False
 
     @enable_ki_protection
     async def wait_turn(self, ticket: Ticket) -> None:
@@ -158,7 +193,7 @@ class Lanes:
                 # Still parked means still waiting: a grant and leave() both unpark, and what they reschedule is not
                 # aborted any more.
                 del self._parked[ticket]
-                self._begin(self._admission.withdraw(ticket))
+                self._begin(self._end(ticket))
                 return trio.lowlevel.Abort.SUCCEEDED
 
             self._parked[ticket] = trio.lowlevel.current_task()
@@ -187,12 +222,9 @@ class Lanes:
         that runs gives back its permit and its keys, so call this after teardown (rule A8).  One that is gone needs
         nothing, so that a ``finally`` need not know how far things got.
         """
-        if ticket.state is TicketState.WAITING:
-            started = self._admission.withdraw(ticket)
-        elif ticket.state is TicketState.RUNNING:
-            started = self._admission.finish(ticket)
-        else:
+        if ticket.state is TicketState.GONE:
             return
+        started = self._end(ticket)
         self._wake(ticket)
         self._begin(started)
 
@@ -210,6 +242,21 @@ class Lanes:
             )
             for name in _with_own_lane(core.lanes)
         )
+
+    def _end(self, ticket: Ticket) -> list[Ticket]:
+        """Take a ticket out of the core, and return what has started on account of it."""
+        gate = self._gates.pop(ticket, None)
+        if gate is not None:
+            gate.leave()
+        if self._gates:
+            # Before the keys change hands, or somebody younger would start who needs no gate.
+            for heir in self._admission.heirs(ticket):
+                if self._gates[heir].enter():
+                    started = self._admission.open_gate(heir)
+                    assert not started, "it still lacks a key"
+        if ticket.state is TicketState.WAITING:
+            return self._admission.withdraw(ticket)
+        return self._admission.finish(ticket)
 
     def _begin(self, started: list[Ticket]) -> None:
         # All are woken before anybody is told: what on_start does, leaving other tickets included, comes too late to

@@ -121,6 +121,12 @@ class Model:
         """Tokens that all slots hold together."""
         return self._backend.context_size or self.window * self.parallel
 
+    @property
+    def state_fingerprint(self) -> bytes | None:
+        """What a kept state must come from to be of use here; None if the backend keeps none."""
+        fingerprint = getattr(self._backend.decoder, "state_fingerprint", None)
+        return fingerprint if isinstance(fingerprint, bytes) else None
+
     async def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
         """Tokens of ``text``; a long one is worked on in a thread.
 

@@ -49,6 +49,11 @@ REMEMBERED_SECONDS = 30.0
 REMEMBERED_CANCELS = 128
 """How many such cancels are kept, the oldest going first: rule C5."""
 
+KNOCK_SECONDS = 0.02
+"""How soon a gate that somebody outside has closed is tried again; every further pause is twice as long, up to"""
+KNOCK_SECONDS_AT_MOST = 0.25
+"""this."""
+
 _current: ContextVar[Request | None] = ContextVar("laneway_current_request", default=None)
 
 
@@ -133,6 +138,8 @@ class Registry:
         if request.state is State.WAITING and (request.ticket is None or request.ticket.state is TicketState.RUNNING):
             self._start(request)
         self.start_soon(self._serve, request, name=f"laneway request {request.id}")
+        if request.ticket is not None and request.ticket.gated:
+            self.start_soon(self._knock, request, name=f"laneway gate of request {request.id}")
         return request
 
     def _take_ticket(self, request: Request, overflow: Overflow, cap: float | None) -> None:
@@ -147,6 +154,7 @@ class Registry:
                 nowait=overflow is Overflow.REJECT,
                 cap=cap,
                 lane=operation.lane_group,
+                gate=request.prepared.gate,
             )
         except Refused as refused:
             request.error = self._rejection(request, refused.reason, refused.waiting, refused.limit)
@@ -268,6 +276,15 @@ class Registry:
                 waiting = lanes.waiting(request.operation.lane_group)
                 raise self._rejection(request, "queue_timeout", waiting, lanes.queue_limit)
 
+    async def _knock(self, request: Request) -> None:
+        """Try the gate of a waiting request now and then: nobody tells when whoever is in there leaves."""
+        assert request.ticket is not None
+        pause = KNOCK_SECONDS
+        with request.knocking:
+            while request.model.lanes.knock(request.ticket):
+                await trio.sleep(pause)
+                pause = min(2 * pause, KNOCK_SECONDS_AT_MOST)
+
     @trio.lowlevel.enable_ki_protection
     def granted(self, ticket: Ticket) -> None:
         """A waiter has got its permit; its task is being woken."""
@@ -280,6 +297,7 @@ class Registry:
         self._advance(request, Happening.ADMIT)
         request.started_at = trio.current_time()
         request.turned.set()
+        request.knocking.cancel()
         self._tell(request, self._host.notify_admitted)
 
     async def _handle(self, request: Request, context: Context) -> Any:
@@ -316,6 +334,7 @@ class Registry:
             request.model.lanes.leave(request.ticket)
             del self._by_ticket[request.ticket]
         request.stall_scope.cancel()
+        request.knocking.cancel()
         del self._live[request.id]
         now = trio.current_time()
         request.ended_at = now

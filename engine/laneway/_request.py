@@ -14,6 +14,7 @@ from laneway._outbox import PAUSE_AT, Outbox
 if TYPE_CHECKING:
     from laneway._admission import Ticket
     from laneway._declarations import Operation, Prepared
+    from laneway._events import CacheReport
     from laneway._model import Model
     from laneway._tokens import Tokens
 
@@ -48,6 +49,10 @@ class Request:
     stall_timeout: float = math.inf
     stall_scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     streams: list[Tokens] = attrs.field(factory=list)
+    cache: CacheReport | None = None
+    """What became of its KV cache."""
+    knocking: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    """Around the task that tries a gate which somebody outside has closed."""
     closing: bool = False
     """The handler has ended: no more sequences join."""
     result: Any = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, final
 
+import attrs
 import trio
 
 from laneway._events import Done, Stats
@@ -127,7 +128,7 @@ def collect_stats(request: Request) -> Stats:
     """One set of figures over all sequences of a request: sums, the earliest first token, the mean concurrency."""
     parts = [tokens.stats for tokens in request.streams]
     if len(parts) == 1:
-        return parts[0]
+        return parts[0] if request.cache is None else attrs.evolve(parts[0], cache=request.cache)
     queued = request.started_at if request.started_at is not None else request.ended_at
     firsts = [part.time_to_first_token for part in parts if part.time_to_first_token is not None]
     begun = [
@@ -149,4 +150,5 @@ def collect_stats(request: Request) -> Stats:
         average_concurrent_sequences=(
             sum(tokens.sequence.concurrency_sum for tokens in request.streams) / steps if steps else None
         ),
+        cache=request.cache,
     )

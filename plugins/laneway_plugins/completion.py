@@ -17,6 +17,9 @@ from typing import Any, Literal, TypedDict, Unpack
 import attrs
 
 from laneway import (
+    Answer,
+    CachePlan,
+    CacheTurn,
     InvalidRequestError,
     Model,
     Operation,
@@ -25,6 +28,7 @@ from laneway import (
     RequestContext,
     Run,
     Sampling,
+    SavedState,
     Stats,
     StopReason,
     TokenLogprob,
@@ -56,6 +60,7 @@ class CompletionFields(TypedDict, total=False):
     logprobs: bool
     top_logprobs: int
     grammar: str | None
+    kv_cache: str | bool | None
 
 
 def _stop_strings(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -77,6 +82,21 @@ def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> 
     return Sampling(logit_bias=value).logit_bias
 
 
+def _cache_name(value: str | bool | None) -> str | bool | None:
+    if value is None or value is False:
+        return None
+    if value is not True and not isinstance(value, str):
+        raise InvalidRequestError(f"must be a key (a str), True or None, not {value!r}", "kv_cache")
+    return value
+
+
+def _names_a_conversation(instance: CompletionRequest, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is True and isinstance(instance.messages, str):
+        raise InvalidRequestError(
+            "True finds a conversation by its messages, and a raw prompt has none; give the cache a key", "kv_cache"
+        )
+
+
 def _needs_logprobs(instance: CompletionRequest, attribute: attrs.Attribute[Any], value: object) -> None:
     if value and instance.logprobs is False:
         raise InvalidRequestError("needs logprobs=True", "top_logprobs")
@@ -91,7 +111,9 @@ class CompletionRequest:
 
     ``messages`` is a str, taken as it is, or a chat, which the model's own template makes a prompt of.  ``stop`` is one
     string or several that end the answer and are no part of it.  ``max_tokens`` None: until the window is full.
-    ``top_logprobs`` needs ``logprobs``.  For the rest see :class:`laneway.Sampling`, whose defaults hold.
+    ``top_logprobs`` needs ``logprobs``.  ``kv_cache`` keeps the model's memory of the conversation on disk, so that the
+    next turn computes what is new and nothing else: a key names the conversation, True finds it by its messages.  For
+    the rest see :class:`laneway.Sampling`, whose defaults hold.
     """
 
     messages: str | tuple[Message, ...] = attrs.field(converter=to_messages)
@@ -109,6 +131,9 @@ class CompletionRequest:
     logprobs: bool = attrs.field(default=_DEFAULT.logprobs, kw_only=True)
     top_logprobs: int = attrs.field(default=_DEFAULT.top_logprobs, kw_only=True, validator=_needs_logprobs)
     grammar: str | None = attrs.field(default=_DEFAULT.grammar, kw_only=True)
+    kv_cache: str | bool | None = attrs.field(
+        default=None, kw_only=True, converter=_cache_name, validator=_names_a_conversation
+    )
     sampling: Sampling = attrs.field(init=False, repr=False)
     """The fields that say how tokens are picked, checked."""
 
@@ -138,6 +163,7 @@ class Job:
 
     request: CompletionRequest
     prompt: list[int]
+    cache: CachePlan | None = None
 
 
 def stream(
@@ -199,8 +225,15 @@ async def complete(
 async def prepare_job(model: Model, request: CompletionRequest) -> Job:
     """Everything that can be wrong with ``request`` on ``model`` is found here, before it arrives (rule A10).
 
+    For operations that answer a chat as a part of what they do; they have no caches on disk.
     Raises :class:`InvalidRequestError` or :class:`ContextOverflowError`.
     """
+    if request.kv_cache is not None:
+        raise InvalidRequestError("only a completion of its own keeps its conversation on disk", "kv_cache")
+    return await _prepare_job(model, request)
+
+
+async def _prepare_job(model: Model, request: CompletionRequest) -> Job:
     prompt = await to_tokens(model, request.messages)
     model.check_prompt(prompt)
     model.check_sampling(request.sampling)
@@ -208,20 +241,56 @@ async def prepare_job(model: Model, request: CompletionRequest) -> Job:
 
 
 async def prepare(model: Model, request: CompletionRequest) -> Prepared:
-    """The operation's ``prepare``."""
-    return Prepared(payload=await prepare_job(model, request))
+    """The operation's ``prepare``.
+
+    Raises :class:`CacheKeyError`, too, for a ``kv_cache`` that names no file.
+    """
+    job = await _prepare_job(model, request)
+    if request.kv_cache is None:
+        return Prepared(payload=job)
+    caches = model.engine.kv_caches
+    if isinstance(request.kv_cache, str):
+        plan = await caches.plan(model, key=request.kv_cache)
+    else:
+        assert not isinstance(request.messages, str), "checked when the request was made"
+        said = [(message.role, message.content) for message in request.messages]
+        plan = await caches.plan(model, messages=said)
+    return Prepared(keys=plan.keys, gate=plan.gate, payload=attrs.evolve(job, cache=plan))
 
 
 async def handler(ctx: RequestContext, prepared: Prepared) -> Completion:
     """The operation's ``handler``."""
     job: Job = prepared.payload
+    if job.cache is None:
+        answer, _ = await _generate(ctx, job)
+        stats = answer.stats
+    else:
+        # The permit and the file's key are held until the file is durable (rule K3): both are given back after this.
+        async with ctx.cache_turn(job.cache, job.prompt) as turn:
+            answer, state = await _generate(ctx, job, turn)
+            if answer.tokens:
+                await turn.commit(state, answer.text)
+            else:
+                turn.release("the answer has no tokens")
+        stats = attrs.evolve(answer.stats, cache=turn.report)
+    return Completion(answer.text, answer.tokens, answer.stop_reason, stats, answer.logprobs)
+
+
+async def _generate(ctx: RequestContext, job: Job, turn: CacheTurn | None = None) -> tuple[Answer, SavedState | None]:
     request = job.request
     # Straight from the decode loop to the reader: this task sleeps until the answer has ended.
     async with ctx.generate(
-        job.prompt, request.sampling, max_tokens=request.max_tokens, stop=request.stop, deliver=ctx.put
+        job.prompt,
+        request.sampling,
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+        deliver=ctx.put,
+        restore=None if turn is None else turn.state,
+        keep_state=turn is not None,
     ) as tokens:
         answer = await tokens.finish()
-    return Completion(answer.text, answer.tokens, answer.stop_reason, answer.stats, answer.logprobs)
+        state = None if turn is None else await tokens.saved_state()
+    return answer, state
 
 
 @hookimpl

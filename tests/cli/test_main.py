@@ -116,7 +116,7 @@ def test_an_error_is_one_line_and_status_1(site: FakeSite, how: str, line: str) 
         (["fial"], "laneway: error: no command 'fial'; did you mean fail? (see: laneway --help)"),
         (
             ["xyzzy"],
-            "laneway: error: no command 'xyzzy'; there are: demo, fail, plugins, pull, run, translate "
+            "laneway: error: no command 'xyzzy'; there are: cache, demo, fail, plugins, pull, run, translate "
             "(see: laneway --help)",
         ),
     ],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,7 +119,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedLoader]:
     """Lets programs that open an engine of their own find scripted models, whose answers never end by themselves."""
     loader = ScriptedLoader(context_size=1024, seconds_per_step=STEP, end_every=None)
     open_engine = laneway.open_engine
-    monkeypatch.setattr(laneway, "open_engine", lambda plugins=(): open_engine([*plugins, loader.plugin]))
+    monkeypatch.setattr(
+        laneway, "open_engine", lambda plugins=(), **options: open_engine([*plugins, loader.plugin], **options)
+    )
     yield loader
     loader.assert_idle()
 
@@ -147,6 +151,17 @@ async def test_the_program_of_the_page_about_embedding(
     assert queue == "['1. completion completion-6, 0.1 s']"
     assert busy == "busy: overflow"
     assert "('completion', 'cancelled'): 2" in ends
+
+
+async def test_the_program_of_the_page_about_conversations(
+    scripted: ScriptedLoader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await load(DOCS / "examples" / "conversations.py").main("scripted:model", tmp_path)
+    *said, freed, first, second = capsys.readouterr().out.splitlines()
+    assert len("".join(said)) > 100
+    assert int(re.fullmatch(r"freed (\d+) bytes", freed)[1]) > 1000  # type: ignore[index]
+    assert re.fullmatch(r"\d+ of \d+ tokens were there \(no cache begins with this history\); commit", first)
+    assert re.fullmatch(r"[1-9]\d* of \d+ tokens were there; commit", second)
 
 
 async def test_embedding_stops_everything_of_a_kind(scripted: ScriptedLoader) -> None:

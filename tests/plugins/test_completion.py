@@ -42,9 +42,10 @@ def test_a_request_keeps_what_it_was_made_of_from_later_changes() -> None:
 
 def test_defaults_are_those_of_sampling() -> None:
     assert CompletionRequest("x").sampling == Sampling()
-    names = {field.name for field in attrs.fields(CompletionRequest)} - {"messages", "max_tokens", "stop", "sampling"}
+    own = {"max_tokens", "stop", "kv_cache"}
+    names = {field.name for field in attrs.fields(CompletionRequest)} - own - {"messages", "sampling"}
     assert names == {field.name for field in attrs.fields(Sampling)}
-    assert set(completion.CompletionFields.__annotations__) == names | {"max_tokens", "stop"}
+    assert set(completion.CompletionFields.__annotations__) == names | own
 
 
 GIVEN: dict[str, Any] = {

@@ -51,6 +51,7 @@ class CoreCommand:
 
 
 CORE_COMMANDS: dict[str, CoreCommand] = {
+    "cache": CoreCommand("laneway._cli._cache", "cache", "List, delete and prune the conversations on disk."),
     "demo": CoreCommand(
         "laneway._cli._demo", "demo", "Watch answers side by side, cancels and the queue on a real model."
     ),
