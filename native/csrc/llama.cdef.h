@@ -23,7 +23,8 @@ enum laneway_status {
     LANEWAY_BAD_LOGITS = 108,
     LANEWAY_NO_TOKEN = 109,
     LANEWAY_UNSUPPORTED = 110,
-    LANEWAY_BAD_STATE = 111
+    LANEWAY_BAD_STATE = 111,
+    LANEWAY_NOT_FINITE = 112
 };
 
 enum { LANEWAY_TOP_LOGPROBS = 20 };
@@ -260,3 +261,79 @@ int32_t laneway_decoder_state_get(laneway_decoder *decoder, int32_t slot, const 
 // Keeps the first length tokens of it; after an error the slot is empty.
 int32_t laneway_decoder_state_set(laneway_decoder *decoder, int32_t slot, const uint8_t *bytes, size_t size,
                                   int32_t length, laneway_error *error);
+
+// ---- training
+
+// An adapter that is trained on a model of its own: the file is read, no laneway_model is needed.  One thread at a time.
+typedef struct laneway_trainer laneway_trainer;
+
+typedef struct laneway_training {
+    const char *path;
+    int32_t threads;
+    int32_t rank;
+    float alpha;
+    uint32_t modules;    // a bit each, from the lowest: attn_q, attn_k, attn_v, attn_output, ffn_gate, ffn_up, ffn_down
+    uint64_t seed;
+    int32_t copies;      // 1: matrices as F32, 0: as they lie in the file, which is mapped
+    int32_t most_tokens; // of one pass
+} laneway_training;
+
+// Reads the header and works out what memory is needed; LANEWAY_UNSUPPORTED if such a model cannot be trained.
+int32_t laneway_trainer_new(const laneway_training *training, laneway_trainer **trainer, laneway_error *error);
+void laneway_trainer_free(laneway_trainer *trainer);
+
+typedef struct laneway_trainer_facts {
+    uint64_t copied;      // bytes of weights that are set aside
+    uint64_t mapped;      // bytes of the file that every pass reads
+    uint64_t activations; // bytes of the largest pass
+    uint64_t state;       // bytes of the adapter, its gradient and its two moments
+    int64_t numbers;      // of each of these, padding included
+    int64_t parameters;
+    int32_t tensors;
+    int32_t layers;
+    int32_t vocabulary;
+    int32_t context_train;
+} laneway_trainer_facts;
+
+void laneway_trainer_describe(const laneway_trainer *trainer, laneway_trainer_facts *facts);
+
+typedef struct laneway_trainer_tensor {
+    char name[80];
+    int64_t columns;
+    int64_t rows;
+    int64_t offset; // of its first number
+} laneway_trainer_tensor;
+
+void laneway_trainer_describe_tensor(const laneway_trainer *trainer, int32_t index, laneway_trainer_tensor *tensor);
+
+// Sets everything aside and reads the weights; the adapter changes nothing yet.
+int32_t laneway_trainer_load(laneway_trainer *trainer, laneway_error *error);
+// which: 0 the adapter, 1 and 2 its moments, 3 the gradient since the last update.  NULL before it was loaded.
+float *laneway_trainer_numbers(laneway_trainer *trainer, int32_t which);
+
+typedef struct laneway_pass {
+    int32_t sequences;
+    const int32_t *lengths;
+    const int32_t *tokens;  // of all sequences, one after the other
+    const uint8_t *counted; // for each token: whether the prediction of it counts
+    double weight;          // of each prediction in the gradient
+    int32_t learn;          // 0: the loss only
+    double loss;            // out: the sum over the predictions that count
+    int64_t predictions;    // out: how many do
+} laneway_pass;
+
+int32_t laneway_trainer_run(laneway_trainer *trainer, laneway_pass *pass, laneway_error *error);
+
+typedef struct laneway_update {
+    int64_t step; // from 1 on
+    double rate;
+    double decay;
+    double beta1;
+    double beta2;
+    double epsilon;
+    double most_norm; // a longer gradient is cut to it; 0: never
+    double norm;      // out: of the gradient
+} laneway_update;
+
+// One step of AdamW, after which the gradient is zero.  LANEWAY_NOT_FINITE, and nothing is changed, if the gradient is not.
+int32_t laneway_trainer_update(laneway_trainer *trainer, laneway_update *update, laneway_error *error);
