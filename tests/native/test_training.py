@@ -75,7 +75,7 @@ def gradient_of(trainer: Trainer, samples: list[Sample]) -> list[float]:
     weight = 1.0 / sum(each.counted for each in samples)
     for some in trainer.passes(samples):
         trainer.run(some, weight=weight)
-    return gradient.tolist()
+    return list(gradient)
 
 
 async def scored(path: Path, tokens: list[int], *, lora: list[tuple[Path, float]] | None = None) -> float:
@@ -234,7 +234,7 @@ def test_adamw_is_adamw(tiny_trainer: Trainer) -> None:
     adapter, gradient = tiny_trainer.numbers("adapter"), tiny_trainer.numbers("gradient")
     rng = random.Random(0)
     count = len(adapter)
-    expected, first, second = adapter.tolist(), [0.0] * count, [0.0] * count
+    expected, first, second = list(adapter), [0.0] * count, [0.0] * count
     for step, rate in ((1, 0.01), (2, 0.02), (3, 0.005)):
         given = [rng.gauss(0, 0.001 if step == 2 else 1) for _ in range(count)]
         for place, value in enumerate(given):

@@ -12,11 +12,11 @@ from laneway_native.training import Settings, TrainingError, checkpoint_info, re
 from laneway_native.training._files import data_order, read_checkpoint, read_data, write_checkpoint, write_whole
 
 
-def numbers(*values: float) -> list[memoryview]:
+def numbers(*values: float) -> list[memoryview[float]]:
     return [memoryview(array("f", [value + place for value in values])) for place in range(3)]
 
 
-def save(folder: Path, parts: list[memoryview], **changes: Any) -> None:
+def save(folder: Path, parts: list[memoryview[float]], **changes: Any) -> None:
     facts: dict[str, Any] = {"step": 7, "steps": 20, "base": "f32", "settings": Settings(), "model": "m", "data": "d"}
     write_checkpoint(str(folder), parts, **{**facts, **changes})
 

@@ -10,7 +10,7 @@ import random
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -24,7 +24,7 @@ _MAGIC = b"LWTRAIN1"
 _STATE = "state"
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+def write_whole(path: Path, parts: Iterable[bytes | memoryview[float]]) -> None:
     """Write a file so that, whatever happens, the old one or the new one is there, and after return the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
@@ -114,7 +114,7 @@ class CheckpointInfo:
     """Steps that are done."""
     steps: int
     """Steps of the whole run."""
-    base: str
+    base: Literal["f32", "native"]
     settings: dict[str, Any]
     model: str
     """Digest of the model's header."""
@@ -146,11 +146,11 @@ _FREE = frozenset({"threads", "checkpoint_every", "base"})
 
 def write_checkpoint(
     folder: str,
-    numbers: Sequence[memoryview],
+    numbers: Sequence[memoryview[float]],
     *,
     step: int,
     steps: int,
-    base: str,
+    base: Literal["f32", "native"],
     settings: Settings,
     model: str,
     data: str,
@@ -187,7 +187,7 @@ def checkpoint_info(folder: str | os.PathLike[str]) -> CheckpointInfo | None:
         raise TrainingError("checkpoint", f"the checkpoint in {folder} cannot be read: {error.strerror}") from None
 
 
-def read_checkpoint(folder: str, numbers: Sequence[memoryview]) -> CheckpointInfo:
+def read_checkpoint(folder: str, numbers: Sequence[memoryview[float]]) -> CheckpointInfo:
     """Fill the numbers from the checkpoint in a folder.
 
     Raises :class:`TrainingError` of kind ``checkpoint`` if there is none, or if a single bit of it is wrong.
@@ -248,7 +248,7 @@ _ALIGNMENT = 32
 
 
 def write_adapter(
-    path: str, tensors: Sequence[TensorPlace], numbers: memoryview, *, architecture: str, alpha: float
+    path: str, tensors: Sequence[TensorPlace], numbers: memoryview[float], *, architecture: str, alpha: float
 ) -> None:
     """Write the adapter as a GGUF file that llama.cpp loads."""
 
@@ -268,7 +268,7 @@ def write_adapter(
         entry("adapter.lora.alpha", alpha),
     ]
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(entries)), *entries]
-    data: list[bytes | memoryview] = []
+    data: list[bytes | memoryview[float]] = []
     offset = 0
     for tensor in tensors:
         size = 4 * tensor.columns * tensor.rows

@@ -143,7 +143,7 @@ class Trainer:
         error = new_error()
         _check(lib.laneway_trainer_load(self._handle, error), error)
 
-    def numbers(self, which: Literal["adapter", "first", "second", "gradient"]) -> memoryview:
+    def numbers(self, which: Literal["adapter", "first", "second", "gradient"]) -> memoryview[float]:
         """The adapter's numbers, their moments, or their gradient since the last update: floats that can be written.
 
         Not to be used after :meth:`close`.
