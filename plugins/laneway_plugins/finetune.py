@@ -364,7 +364,6 @@ class Training:
         cancelled, and one that fails meanwhile has failed.
         """
         if self._run.state == "waiting":
-            self._control.left = True
             self.cancel("paused before it began")
         else:
             self._control.pause.set()

@@ -36,6 +36,8 @@ class ScriptedChild:
         self.steps = steps
         self.deaf = deaf
         """Whether it goes on when its standard input ends, and when it is told to pause."""
+        self.late_log = ""
+        """What comes out of the pipe when it has ended."""
         self.job: dict[str, Any] = {}
         self.returncode: int | None = None
         self.started_at = trio.current_time()
@@ -79,8 +81,11 @@ class ScriptedChild:
             self.returncode = 0
         self.ended_at = trio.current_time()
         await self._says.aclose()
-        await self._logs.aclose()
         self._ended.set()
+        if self.late_log:
+            await trio.sleep(0.5)
+            await self.log(self.late_log)
+        await self._logs.aclose()
 
     async def _listen(self, started: trio.Event) -> None:
         text = b""

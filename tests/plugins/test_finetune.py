@@ -789,6 +789,31 @@ async def test_a_cancelled_program_keeps_the_last_checkpoint(
     assert TrainingFiles(tmp_path / "adapter.gguf").state().state == "paused"
 
 
+async def test_a_cancelled_engine_whose_block_goes_on_keeps_the_last_checkpoint(
+    trainer: ScriptedTrainer, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The model is as it was, and the caller is there; but nobody has asked for an end of this training."""
+    async with trio.open_nursery() as nursery:
+
+        async def train(b: Bench, task_status: trio.TaskStatus[None]) -> None:
+            with pytest.raises(InferenceCancelledError, match="the engine was cancelled"):
+                async with b.start() as training:
+                    await training.admitted()
+                    task_status.started()
+                    await training.result()
+
+        with trio.CancelScope() as scope:
+            async with bench(trainer, tmp_path) as b:
+                await nursery.start(train, b)
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(2.5 * STEP_SECONDS)
+                    scope.cancel()
+                    await trio.sleep(STEP_SECONDS)
+                    trainer.assert_all_ended()
+                    assert b.s.model.state == "loaded"
+                    assert finetune.state(b.output).state == "paused"
+
+
 async def test_the_state_of_a_training_that_vanished_is_told_by_the_disk(
     b: Bench, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -900,6 +925,17 @@ async def test_death_by_a_signal(b: Bench, autojump_clock: trio.testing.MockCloc
     assert (error.step, error.log_line) == (2, "GGML_ASSERT: it aborts")
     with pytest.raises(FinetuneError, match=message):
         raise error
+
+
+async def test_the_end_of_the_log_is_waited_for(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    async def behave(child: ScriptedChild) -> None:
+        await child.begin()
+        await child.log("so far")
+        child.late_log = "the last words"
+        child.die(6)
+        await trio.sleep_forever()
+
+    assert (await failed(b, behave)).log_line == "the last words"
 
 
 async def test_death_before_it_has_begun(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
