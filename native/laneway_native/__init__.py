@@ -8,6 +8,8 @@ from laneway_native._attention import use_attention_kernel as use_attention_kern
 from laneway_native._decoder import LlamaDecoder as LlamaDecoder
 from laneway_native._gguf import GgufHeader as GgufHeader
 from laneway_native._gguf import check_gguf as check_gguf
+from laneway_native._machine import Available as Available
+from laneway_native._machine import available as available
 from laneway_native._machine import default_threads as default_threads
 from laneway_native._model import Loading as Loading
 from laneway_native._model import Model as Model

@@ -42,6 +42,11 @@ class Dataset:
     train: tuple[Example, ...] = attrs.field(repr=False)
     validation: tuple[Example, ...] = attrs.field(default=(), repr=False)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(example.tokens) for example in (*self.train, *self.validation))
+
 
 @attrs.frozen(kw_only=True)
 class Reader:
@@ -122,6 +127,8 @@ class Reader:
                 raise InvalidRequestError(
                     f"the first {self.length} tokens hold nothing of an answer; raise context_length, or leave it out"
                 )
+        if not example.counted:
+            raise InvalidRequestError("the answers make no tokens: there is nothing to learn")
         return example
 
     async def _tokens(self, marked: Marked) -> tuple[array[int], bytes]:

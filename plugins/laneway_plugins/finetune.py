@@ -225,12 +225,12 @@ class FinetuneRequest:
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
-_FREE = frozenset({"resume", "output", "threads", "checkpoint_every", "silence_timeout"})
+_FREE = frozenset({"threads", "checkpoint_every", "silence_timeout"})
 """Fields that may differ when a training is resumed."""
 
 
 def _settings(request: FinetuneRequest) -> dict[str, Any]:
-    """What must not differ when a training is resumed, as JSON has it."""
+    """What a request says, as JSON has it, but for what it is known by."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
@@ -238,7 +238,7 @@ def _settings(request: FinetuneRequest) -> dict[str, Any]:
         return list(value) if isinstance(value, tuple) else value
 
     fields = attrs.asdict(request, recurse=False)
-    return {name: plain(value) for name, value in fields.items() if name not in _FREE}
+    return {name: plain(value) for name, value in fields.items() if name not in ("output", "resume")}
 
 
 # What a training says of itself.
@@ -440,10 +440,12 @@ def resume(
 ) -> AbstractAsyncContextManager[Training]:
     """Go on with the paused training of ``output``, as it was begun: a new request, which queues.
 
-    It goes on with the data that were read when it began.  The parameters are those of :func:`start`.  Reads a small
-    file.  Raises :class:`FinetuneError` if there is none.
+    It goes on with the data that were read when it began, and with as many threads as it had unless told otherwise.
+    The parameters are those of :func:`start`.  Reads a small file.  Raises :class:`FinetuneError` if there is none.
     """
-    request = attrs.evolve(stored_request(output), threads=threads)
+    request = stored_request(output)
+    if threads is not None:
+        request = attrs.evolve(request, threads=threads)
     return start_request(model, request, request_id=request_id, overflow=overflow, queue_timeout=queue_timeout)
 
 
@@ -541,8 +543,11 @@ class Plan:
 class Trainer(Protocol):
     """The native part, as this module needs it."""
 
-    async def plan(self, model: Model, request: FinetuneRequest) -> Plan:
-        """Raises :class:`InvalidRequestError` or :class:`FinetuneError` for what cannot be trained."""
+    async def plan(self, model: Model, request: FinetuneRequest, longest: int | None = None) -> Plan:
+        """``longest``: tokens of the longest sequence, once that is known.
+
+        Raises :class:`InvalidRequestError` or :class:`FinetuneError` for what cannot be trained.
+        """
 
     async def check_memory(self, plan: Plan) -> None:
         """Raises :class:`FinetuneError` if there is too little memory now."""
@@ -555,24 +560,27 @@ class Trainer(Protocol):
 class _NativeTrainer:
     """``laneway_native.training``."""
 
-    async def plan(self, model: Model, request: FinetuneRequest) -> Plan:
+    async def plan(self, model: Model, request: FinetuneRequest, longest: int | None = None) -> Plan:
         path = model.metadata.get("path")
         if not path:
             raise InvalidRequestError(
                 f"model {model.name!r} was not loaded from a GGUF file, and only such can be trained", "model"
             )
-        return await _off_loop(self._plan, path, request)
+        return await _off_loop(self._plan, path, request, longest)
 
-    def _plan(self, path: str, request: FinetuneRequest) -> Plan:
+    def _plan(self, path: str, request: FinetuneRequest, longest: int | None) -> Plan:
         native = _native()
         training = native.training
         header = native.check_gguf(path)
-        settings = training.Settings(**_native_settings(request))
         try:
-            training.trainable(header)
-            need = training.estimate(header, settings)
+            need = training.estimate(header, training.Settings(**_native_settings(request)), longest=longest)
         except training.TrainingError as error:
-            raise FinetuneError(f"model {Path(path).name} cannot be trained: {error}") from error
+            raise FinetuneError(f"{Path(path).name}: {error}") from error
+        total = native.available().total
+        if total is not None and need > total:
+            raise FinetuneError(
+                f"the training needs about {_size(need)}, and there are {_size(total)} of memory in all; {_LESS}"
+            )
         return Plan(
             model_path=os.path.abspath(path),
             fingerprint=header.sha256,
@@ -589,11 +597,14 @@ class _NativeTrainer:
         if there is not None and need > there:
             raise FinetuneError(
                 f"the training needs about {_size(need)} beside the loaded model, and {_size(there)} of memory are "
-                "free; a smaller batch, context_length or rank, or base='native', needs less"
+                f"free; {_LESS}"
             )
 
     def open(self) -> AbstractAsyncContextManager[Child]:
         return open_child()
+
+
+_LESS = "a smaller context_length, fewer modules, a smaller rank, or base='native' need less"
 
 
 def _size(count: int) -> str:
@@ -660,6 +671,7 @@ async def prepare(model: Model, request: FinetuneRequest) -> Prepared:
         off_loop=_off_loop,
     )
     dataset = await reader.read(request.dataset, request.validation, request.seed)
+    plan = await _trainer.plan(model, request, dataset.longest)
     return Prepared(payload=Job(request, plan, dataset))
 
 
@@ -703,7 +715,7 @@ def _check_start(request: FinetuneRequest, plan: Plan, files: TrainingFiles) -> 
         raise FinetuneError(f"the paused training of {files.output} is of another model; load that one to resume it")
     wanted = _settings(request)
     for name, value in record.settings.items():
-        if wanted.get(name) != value:
+        if name not in _FREE and wanted.get(name) != value:
             raise InvalidRequestError(
                 f"the training was begun with {value!r} and cannot be resumed with {wanted.get(name)!r}", name
             )
@@ -790,7 +802,7 @@ class _Fit:
             self._record = Record(state="running", settings=_settings(job.request), model=job.plan.fingerprint)
             await _off_loop(files.begin, self._record, job.dataset.train, job.dataset.validation)
         else:
-            self._record = attrs.evolve(earlier, state="running")
+            self._record = attrs.evolve(earlier, state="running", settings=_settings(job.request))
             await _off_loop(partial(files.write, self._record, durable=True))
             self._step = earlier.step or 0
             self._steps = earlier.steps

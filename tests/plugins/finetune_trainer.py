@@ -197,7 +197,7 @@ class ScriptedTrainer:
         """The newest."""
         return self.children[-1]
 
-    async def plan(self, model: Model, request: FinetuneRequest) -> Plan:
+    async def plan(self, model: Model, request: FinetuneRequest, longest: int | None = None) -> Plan:
         await trio.lowlevel.checkpoint()
         return Plan(model_path="scripted.gguf", fingerprint=model.name, threads=2, need=1000)
 

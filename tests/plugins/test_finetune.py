@@ -654,8 +654,13 @@ async def test_resuming_with_other_settings_is_refused_by_name(
             async with b.start(**{"rank": 4, "resume": True, field: value}):
                 pass
         assert caught.value.field == field
-    # What makes no difference to the losses may differ.
+    # What makes no difference to the losses may differ, and is kept for the next time.
     async with b.start(rank=4, resume=True, threads=7, checkpoint_every=1) as training:
+        assert await training.pause() == "paused"
+    kept = finetune.stored_request(b.output)
+    assert (kept.rank, kept.threads, kept.checkpoint_every, kept.resume) == (4, 7, 1, True)
+    async with b.resume(threads=3) as training:
+        assert training.request == attrs.evolve(kept, threads=3)
         assert (await training.result()).step == 4
 
 

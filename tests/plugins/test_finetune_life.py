@@ -32,10 +32,12 @@ End = Literal["result", "pause", "cancel", "leave", "die"]
 
 @attrs.frozen
 class Act:
-    """Begin a training anew or from where it was, and end it after so many whole steps, in the midst of the next one;
-    or throw away what there is."""
+    """Begin a training, anew or from where it was, and end it after so many whole steps, in the midst of the next one.
 
-    how: Literal["start", "resume", "discard"]
+    Or begin it in the other way, which is refused; or throw away what there is.
+    """
+
+    how: Literal["right", "wrong", "discard"]
     end: End
     steps: int
 
@@ -43,11 +45,11 @@ class Act:
 acts = st.lists(
     st.builds(
         Act,
-        st.sampled_from(["start", "start", "resume", "resume", "resume", "discard"]),
+        st.sampled_from(["right"] * 6 + ["wrong", "discard"]),
         st.sampled_from(["result", "pause", "pause", "cancel", "leave", "leave", "die"]),
         st.integers(0, STEPS),
     ),
-    min_size=1,
+    min_size=2,
     max_size=8,
 )
 
@@ -67,11 +69,6 @@ class Expected:
         if self.cancelled:
             return "cancelled"
         return "completed" if self.adapter else "idle"
-
-    def refuses(self, act: Act) -> bool:
-        if act.how == "start":
-            return self.checkpoint is not None
-        return act.how == "resume" and self.checkpoint is None
 
     def follow(self, act: Act) -> str:
         """What the training is in the end, as its run says."""
@@ -93,7 +90,7 @@ class Expected:
         return "failed" if act.end == "die" else "left"
 
 
-async def carry_out(b: Bench, act: Act) -> str:
+async def carry_out(b: Bench, act: Act, *, resumed: bool) -> str:
     """Do it, and tell what the run says."""
 
     async def dying(child: ScriptedChild) -> None:
@@ -104,7 +101,7 @@ async def carry_out(b: Bench, act: Act) -> str:
             await trio.sleep_forever()
 
     b.trainer.behave = dying if act.end == "die" and act.steps < STEPS else ScriptedChild.train
-    opening = b.resume() if act.how == "resume" else b.start(checkpoint_every=EVERY)
+    opening = b.resume() if resumed else b.start(checkpoint_every=EVERY)
     try:
         async with opening as training:
             await training.admitted()
@@ -133,11 +130,12 @@ async def live(actions: list[Act], folder: Path) -> None:
     expected = Expected()
     async with bench(finetune._trainer, folder) as b:  # type: ignore[arg-type]
         for act in actions:
-            if expected.refuses(act):
-                event(f"{act.how} refused")
+            resumed = expected.checkpoint is not None
+            if act.how == "wrong":
+                event(f"{'start' if resumed else 'resume'} refused")
                 try:
-                    async with b.resume() if act.how == "resume" else b.start():
-                        raise AssertionError(f"{act} was not refused in state {expected.state}")
+                    async with b.start() if resumed else b.resume():
+                        raise AssertionError(f"not refused in state {expected.state}")
                 except FinetuneError:
                     pass
             elif act.how == "discard":
@@ -145,8 +143,8 @@ async def live(actions: list[Act], folder: Path) -> None:
                 expected.checkpoint, expected.cancelled = None, False
             else:
                 end = expected.follow(act)
-                event(f"{act.how} ends {end}")
-                assert await carry_out(b, act) == end
+                event(f"{'resume' if resumed else 'start'} ends {end}")
+                assert await carry_out(b, act, resumed=resumed) == end
             await b.assert_free()
             told = finetune.state(b.output)
             assert told.state == b.state() == expected.state

@@ -82,17 +82,20 @@ async def test_the_loss_falls_and_the_adapter_writes_the_text(tiny: Path, text: 
         assert TEXT.startswith(await continued(model))
 
 
-async def test_a_chat_is_answered_as_it_was_learned(tiny: Path, tmp_path: Path) -> None:
+async def test_a_chat_is_answered_as_it_was_learned(tmp_path: Path) -> None:
+    # One whose output matrix knows the token that ends an answer.
+    tied = write_tiny_model(tmp_path / "tied.gguf", tied=True)
     question, answer = {"role": "user", "content": "hello?"}, "the world"
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [question, {"role": "assistant", "content": answer}]}) + "\n")
     output = tmp_path / "adapter.gguf"
-    async with loaded(tiny) as model:
-        result = await train(model, path, output, epochs=100)
+    async with loaded(tied) as model:
+        result = await train(model, path, output, epochs=100, learning_rate=0.005)
         assert result.loss is not None
         assert result.loss < 0.1
-    async with loaded(tiny, lora=[output]) as model:
-        assert (await completion.complete(model, [question], max_tokens=8, temperature=0.0)).text.startswith(answer)
+    async with loaded(tied, lora=[output]) as model:
+        told = await completion.complete(model, [question], max_tokens=16, temperature=0.0)
+        assert (told.text, told.stop_reason) == (answer, "eos")
 
 
 async def test_paused_and_resumed_is_as_unbroken(tiny: Path, text: Path, tmp_path: Path) -> None:
@@ -196,3 +199,27 @@ async def test_a_curve_holds_every_step(tiny: Path, text: Path, tmp_path: Path) 
     assert steps_of(result) == [1, 2, 3]
     assert any(isinstance(point, Loss) and point.validation for point in result.curve)
     assert result.base in ("f32", "native")
+
+
+async def test_what_cannot_fit_is_refused_before_it_starts(
+    tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with loaded(tiny) as model:
+        for there, message in (
+            (
+                native.Available(1000, 10**12),
+                r"needs about \d+ MiB beside the loaded model, and 0 MiB of memory are free",
+            ),
+            (native.Available(10**12, 1000), r"needs about \d+ MiB, and there are 0 MiB of memory in all"),
+        ):
+            monkeypatch.setattr(native, "available", lambda there=there: there)
+            with pytest.raises(FinetuneError, match=message):
+                await train(model, text, tmp_path / "a.gguf")
+        await completion.complete(model, "hello", max_tokens=2, overflow="reject")
+    assert os.listdir(tmp_path) == [text.name]
+
+
+async def test_what_the_model_cannot_do_is_refused_by_name(tiny: Path, text: Path, tmp_path: Path) -> None:
+    async with loaded(tiny) as model:
+        with pytest.raises(FinetuneError, match="a context_length of 1024 is more than the 512 tokens"):
+            await train(model, text, tmp_path / "a.gguf", context_length=1024)
