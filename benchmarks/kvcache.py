@@ -4,8 +4,9 @@
 
 Per round: a turn that makes a conversation of so many tokens and commits it; then, each in an engine of its own with
 nothing in memory, the next turn without a cache and with it.  What is looked at is the time to the first token of the
-latter as a share of the former, which should be at most 0.1, and that both gave the same tokens.  The file lies in the
-system's page cache, as that of a conversation that goes on mostly does.
+latter as a share of the former, which should be at most 0.1.  Whether both gave the same tokens is told: a quantised
+model may round otherwise where its chunks have other sizes.  The file lies in the system's page cache, as that of a
+conversation that goes on mostly does.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from laneway import (
 from laneway._kvcache import _files
 from laneway_plugins import completion
 from tests.kvcache.kit import GREEDY, STEP, Directory, Talk, cached, cold, report, threads_at_once
-
-pytestmark = pytest.mark.usefixtures("autojump_clock")
+from tests.plugins.scripted import Scripted
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +152,9 @@ async def test_without_a_cache_nothing_is_written_and_nothing_is_told(disk: Dire
 # K1, K2: the lane.
 
 
-async def test_K1_a_turn_counts_toward_parallel_and_keeps_its_place(disk: Directory) -> None:
+async def test_K1_a_turn_counts_toward_parallel_and_keeps_its_place(
+    disk: Directory, autojump_clock: trio.testing.MockClock
+) -> None:
     async with cached(disk.top, seconds_per_step=STEP) as s:
         order: list[str] = []
 
@@ -246,7 +247,9 @@ async def test_K5_of_two_such_keys_that_come_at_once_the_second_goes_without(dis
         assert [entry.key for entry in await s.engine.kv_caches.list()] == [report(one).key]
 
 
-async def test_K2_a_file_that_another_process_holds_is_waited_for_without_a_permit(disk: Directory) -> None:
+async def test_K2_a_file_that_another_process_holds_is_waited_for_without_a_permit(
+    disk: Directory, autojump_clock: trio.testing.MockClock
+) -> None:
     async with cached(disk.top) as s:
         await Talk(s.model, "x").say("Hello")
         async with trio.open_nursery() as nursery:
@@ -271,6 +274,39 @@ async def test_K2_a_file_that_another_process_holds_is_waited_for_without_a_perm
         assert done[0].stats.cached_tokens > 0
         assert [name for name in disk.files() if name.startswith("locks")] == []
         s.assert_idle()
+
+
+async def test_K2_two_engines_on_one_directory_take_turns(
+    disk: Directory, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with cached(disk.top, 2, seconds_per_step=STEP) as one, cached(disk.top, 2, seconds_per_step=STEP) as two:
+        spans: dict[str, list[float]] = {}
+        began = trio.current_time()
+
+        async def turn(name: str, s: Scripted, kv_cache: str) -> None:
+            async with completion.stream(s.model, "Hello", kv_cache=kv_cache, **GREEDY) as run:
+                await run.admitted()
+                spans[name] = [trio.current_time()]
+                await run.result()
+                spans[name].append(trio.current_time())
+
+        async with trio.open_nursery() as nursery:
+            for name, s, kv_cache in (("a", one, "x"), ("b", two, "x"), ("c", two, "y")):
+                nursery.start_soon(turn, name, s, kv_cache)
+        assert spans["a"][1] <= spans["b"][0] or spans["b"][1] <= spans["a"][0]
+        assert spans["c"][0] == began == min(spans["a"][0], spans["b"][0])
+        for s in (one, two):
+            s.assert_idle()
+
+
+async def test_K2_a_model_is_unloaded_under_one_that_waits_for_its_file(disk: Directory) -> None:
+    async with cached(disk.top) as s:
+        with disk.held(disk.file("x")):
+            with pytest.raises(InferenceCancelledError, match="was unloaded"):
+                async with completion.stream(s.model, "Hello", kv_cache="x", **GREEDY) as run:
+                    await s.engine.unload_model(s.model)
+                    await run.result()
+        assert [name for name in disk.files() if not name.startswith("locks")] == []
 
 
 async def test_K3_permit_and_key_are_held_until_the_file_is_durable(
@@ -302,7 +338,7 @@ async def _committed(s: Any, disk: Directory, kv_cache: str | bool = "x") -> tup
 @pytest.mark.parametrize("kv_cache", ["x", True])
 @pytest.mark.parametrize("after", [0.0, 0.5 * STEP, 3.5 * STEP, 8.5 * STEP])
 async def test_K3_a_turn_cancelled_in_its_middle_leaves_the_file_byte_for_byte(
-    disk: Directory, kv_cache: str | bool, after: float
+    disk: Directory, autojump_clock: trio.testing.MockClock, kv_cache: str | bool, after: float
 ) -> None:
     async with cached(disk.top, seconds_per_step=STEP) as s:
         talk, before = await _committed(s, disk, kv_cache)
@@ -334,7 +370,9 @@ async def test_K3_a_cancel_by_id_tells_how_the_turn_ended(disk: Directory) -> No
 
 
 @pytest.mark.parametrize("kv_cache", ["x/y", True])
-async def test_K3_a_first_turn_that_is_cancelled_leaves_nothing(disk: Directory, kv_cache: str | bool) -> None:
+async def test_K3_a_first_turn_that_is_cancelled_leaves_nothing(
+    disk: Directory, autojump_clock: trio.testing.MockClock, kv_cache: str | bool
+) -> None:
     async with cached(disk.top, seconds_per_step=STEP) as s:
         with trio.move_on_after(5 * STEP) as scope:
             await Talk(s.model, kv_cache).say("Hello")
@@ -494,7 +532,7 @@ async def test_K4_a_damaged_file_is_a_clean_miss_and_the_turn_mends_it(
 
 @pytest.mark.parametrize("harm", [_cut, _flip, _empty, _foreign, _vanish, _swap_for_directory])
 async def test_K4_so_it_is_when_the_harm_is_done_while_the_turn_waits(
-    disk: Directory, harm: Callable[[Path], None]
+    disk: Directory, autojump_clock: trio.testing.MockClock, harm: Callable[[Path], None]
 ) -> None:
     async with cached(disk.top, seconds_per_step=STEP) as s:
         for kv_cache in ("x", True):

@@ -73,7 +73,10 @@ class CacheTurn:
         return f"<laneway.CacheTurn {self._plan.key or 'automatic'!r} {state}>"
 
     async def __aenter__(self) -> CacheTurn:
-        await trio.to_thread.run_sync(self._begin)
+        await trio.to_thread.run_sync(self._look)
+        if self._unusable is None:
+            # Reading a large state takes a while and changes nothing, so a cancel need not wait for it.
+            await trio.to_thread.run_sync(self._begin, abandon_on_cancel=True)
         return self
 
     async def __aexit__(
@@ -131,14 +134,15 @@ class CacheTurn:
 
     # In worker threads.
 
-    def _begin(self) -> None:
+    def _look(self) -> None:
         path, gate = self._plan.path, self._plan.gate
         if path is not None:
             self._existed = path.is_file()
         if gate is not None and not gate.held:
             why = "nobody has taken the lock" if gate.failure is None else _files.explain(gate.failure)
             self._miss = self._unusable = f"the file cannot be locked: {why}"
-            return
+
+    def _begin(self) -> None:
         try:
             self.state = self._read()
         except Miss as miss:
