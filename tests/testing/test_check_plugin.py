@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import laneway
 from laneway import Operation, PluginSpec, Prepared, RequestContext, Scope, Use
 from laneway.testing import BrokenPromise, CheckedOperation, Promise, ScriptedTokenizer, check_plugin
 from laneway.testing import _check_plugin as check_plugin_module
-from laneway_plugins import batch, completion
+from laneway_plugins import batch, completion, llm_translate
 
 ROOT = Path(__file__).parents[2]
 GREEDY = laneway.Sampling(temperature=0.0)
@@ -79,6 +80,12 @@ def test_batch() -> None:
     assert checked.steps > 2
 
 
+def test_translate() -> None:
+    request = llm_translate.TranslateRequest(["One.", "Two."], source="en", target="de", max_tokens=4)
+    (checked,) = check_plugin(llm_translate, requests={"translate": request})
+    assert checked.steps > 2
+
+
 def test_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs" / "plugins" / "template" / "src")
     summarise = importlib.import_module("laneway_summarise")
@@ -119,6 +126,31 @@ def test_each_checkpoint_is_met_by_a_cancel() -> None:
     assert (checked.checkpoints, checked.steps, checked.failed_steps) == (5, 0, 0)
     # Once each on its own, and the middle one once more beside another request.
     assert met == [1, 2, 3, 4, 5, 3]
+
+
+def test_each_step_is_met_by_a_cancel_and_by_a_failure() -> None:
+    tokens_at_a_cancel: list[int] = []
+    failures: list[laneway.DecodeError] = []
+
+    async def child(ctx: RequestContext, prepared: Prepared) -> None:
+        async with ctx.generate(prepared.payload, GREEDY, max_tokens=4) as tokens:
+            try:
+                await tokens.finish()
+            except trio.Cancelled:
+                tokens_at_a_cancel.append(len(tokens.tokens))
+                raise
+            except laneway.DecodeError as error:
+                failures.append(error)
+
+    async def parent(ctx: RequestContext, prepared: Prepared) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(child, ctx, prepared)
+
+    # Three steps for the prompt of 33 tokens, the last of which gives a token, and three for the others.
+    checked = check(plugin(handler=parent), requests={"ask": Ask("x" * 32)})
+    assert (checked.steps, checked.failed_steps, len(failures)) == (6, 6, 6)
+    # Beside those at the parent's own checkpoints.
+    assert Counter(tokens_at_a_cancel) >= Counter([0, 0, 0, 1, 2, 3])
 
 
 def test_more_checkpoints_than_wanted_are_spread_out() -> None:

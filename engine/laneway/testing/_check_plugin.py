@@ -33,8 +33,9 @@ from laneway.testing._backend import ScriptedLoader
 from laneway.testing._decoder import ScriptedDecoder
 from laneway.testing._guest import GuestRun, GuestRunError, GuestTask, _leaves
 
-LOAD: Mapping[str, Any] = {"parallel": 2, "context_size": 2048, "seconds_per_step": 1 / 64}
-"""How the scripted model is loaded, unless something else is asked for."""
+LOAD: Mapping[str, Any] = {"parallel": 2, "context_size": 2048, "seconds_per_step": 1 / 64, "prefix_cache": False}
+"""How the scripted model is loaded, unless something else is asked for.  Prefixes are not shared: each run has to take
+the steps that the first one took."""
 
 MAX_TICKS = 50_000
 """Rounds of Trio's scheduler after which a task that never blocks counts as one that goes on for ever."""
@@ -126,8 +127,9 @@ def check_plugin(
     :param requests: for each kind of operation a good request, or a function without arguments that makes one.  A short
         one is best: each step of its answer is one more place to cancel it at
     :param wrong: requests that ``prepare`` has to refuse, by kind
-    :param load: options of the scripted loader that differ from :data:`laneway.testing.ScriptedOptions`, ``parallel``
-        (2) included; or an async function that loads the model, for operations that work on a service
+    :param load: options of the scripted loader (:class:`laneway.testing.ScriptedOptions`), ``parallel`` included, where
+        ``parallel=2, context_size=2048, seconds_per_step=1/64, prefix_cache=False`` will not do; or an async function
+        that loads the model, for operations that work on a service
     :param plugins: what else the engine needs, such as a plugin with a loader
     :param patience: virtual seconds that one request may take
     :param grace: virtual seconds that a cancelled one may take to tear down

@@ -51,6 +51,7 @@ def test_it_keeps_what_it_declares() -> None:
         requests={"summarise": SummariseRequest(STORY, max_tokens=16)},
         wrong={"summarise": [SummariseRequest(STORY * 20, max_tokens=16), SummariseRequest(STORY, max_tokens=300)]},
         load={"script": answer, **TWO_PARTS},
+        most=20,
     )
     assert checked.steps > 0
 
