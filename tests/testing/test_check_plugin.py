@@ -20,7 +20,8 @@ import laneway
 from laneway import Operation, PluginSpec, Prepared, RequestContext, Scope, Use
 from laneway.testing import BrokenPromise, CheckedOperation, Promise, ScriptedTokenizer, check_plugin
 from laneway.testing import _check_plugin as check_plugin_module
-from laneway_plugins import batch, completion, llm_translate
+from laneway_plugins import batch, completion, llm_translate, nmt
+from tests.plugins import nmt_models
 
 ROOT = Path(__file__).parents[2]
 GREEDY = laneway.Sampling(temperature=0.0)
@@ -84,6 +85,17 @@ def test_translate() -> None:
     request = llm_translate.TranslateRequest(["One.", "Two."], source="en", target="de", max_tokens=4)
     (checked,) = check_plugin(llm_translate, requests={"translate": request})
     assert checked.steps > 2
+
+
+def test_nmt_and_its_threads(tmp_path: Path) -> None:
+    nmt_models.need_nmt()
+    path = nmt_models.make_model(tmp_path / "words")
+
+    async def load(engine: laneway.Engine) -> laneway.Model:
+        return await engine.load_model(path, threads=1)
+
+    (checked,) = check_plugin(nmt, requests={"nmt": nmt.NmtRequest(["Hello. You.", "World"])}, load=load)
+    assert checked.checkpoints > 2
 
 
 def test_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
