@@ -54,7 +54,10 @@ def cache() -> None:
 @cache.command("list")
 @_directory
 def list_command(cache_dir: Path | None) -> None:
-    """One line for each cache: key, model, tokens, size, time since it was last used."""
+    """List the caches.
+
+    One line for each: key, model, tokens, size, time since it was last used.
+    """
     caches = KVCaches(cache_dir)
     entries = trio.run(caches.list)
     if not entries:
@@ -79,9 +82,10 @@ def list_command(cache_dir: Path | None) -> None:
 def delete_command(
     ctx: click.Context, key: str | None, model: str | None, automatic: bool, everything: bool, cache_dir: Path | None
 ) -> None:
-    """Delete the caches of KEY, on all models or on one; or those that an option names.
+    """Delete the caches of KEY, or those of an option.
 
-    Keys that are nested in KEY stay.  What is in use stays as well, and makes the exit status 1.
+    Those of KEY on all models, unless one is named.  Keys that are nested in KEY stay.  What is in use stays as well, and
+    makes the exit status 1.
     """
     if (key is not None) + automatic + everything != 1:
         raise click.UsageError("say one of: a KEY, --automatic, --everything")
@@ -114,9 +118,10 @@ async def _delete(caches: KVCaches, key: str, model: str | None) -> CacheDeletio
 )
 @_directory
 def prune_command(max_size: float | None, max_idle: float | None, cache_dir: Path | None) -> None:
-    """Bring automatic caches within bounds, the longest unused first, and remove what killed processes left.
+    """Bring automatic caches within bounds.
 
-    Caches with a key are kept, whatever their size and age.
+    The longest unused go first.  What killed processes have left goes as well.  Caches with a key are kept, whatever
+    their size and age.
     """
     usual = CacheRetention()
     bounds = CacheRetention(
