@@ -84,8 +84,8 @@ def delete_command(
 ) -> None:
     """Delete the caches of KEY, or those of an option.
 
-    Those of KEY on all models, unless one is named.  Keys that are nested in KEY stay.  What is in use stays as well, and
-    makes the exit status 1.
+    Those of KEY on all models, unless one is named.  Keys that are nested in KEY stay.  What is in use stays as well,
+    and makes the exit status 1.
     """
     if (key is not None) + automatic + everything != 1:
         raise click.UsageError("say one of: a KEY, --automatic, --everything")
