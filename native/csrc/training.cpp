@@ -219,6 +219,11 @@ ggml_tensor *in_place(ggml_context *context, ggml_tensor *target, std::initializ
     return ggml_custom_inplace(context, target, given.data(), static_cast<int>(given.size()), function, GGML_N_TASKS_MAX, data);
 }
 
+// ggml would round what quantised matrices are multiplied with, and is slow with many tokens; of F32 it is as fast as this.
+ggml_tensor *product(ggml_context *context, ggml_tensor *matrix, ggml_tensor *given) {
+    return custom(context, matrix->ne[1], given->ne[1], {matrix, given}, laneway::pass_through);
+}
+
 void *const not_yet = reinterpret_cast<void *>(uintptr_t{64}); // memory of tensors while a graph is only measured
 
 } // namespace
@@ -496,7 +501,7 @@ ggml_tensor *laneway_trainer::turned(ggml_context *c, ggml_tensor *x, ggml_tenso
 }
 
 ggml_tensor *laneway_trainer::forward(ggml_context *c, const Linear &linear, ggml_tensor *x, ggml_tensor **inner) const {
-    ggml_tensor *y = ggml_mul_mat(c, linear.weight, x);
+    ggml_tensor *y = product(c, linear.weight, x);
     if (linear.a) {
         *inner = ggml_scale(c, ggml_mul_mat(c, linear.a, x), scale);
         y = ggml_add(c, y, ggml_mul_mat(c, linear.b, *inner));
@@ -634,7 +639,7 @@ laneway_trainer::Pass laneway_trainer::build(int64_t tokens, int64_t predictions
         const int64_t begin = i * head_rows, count = std::min(head_rows, predictions - begin);
         ggml_tensor *rows = ggml_view_1d(c, pass.rows, count, static_cast<size_t>(begin) * sizeof(int32_t));
         ggml_tensor *last = ggml_get_rows(c, x, rows);
-        ggml_tensor *logits = ggml_mul_mat(c, output, normed(c, last, output_norm));
+        ggml_tensor *logits = product(c, output, normed(c, last, output_norm));
         ggml_tensor *d = in_place(c, logits, {}, laneway::cross_entropy, &loss_rows[static_cast<size_t>(i)]);
         if (learn) {
             d = custom(c, embedding, count, {output, d}, laneway::back_through);

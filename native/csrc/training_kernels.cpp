@@ -286,6 +286,33 @@ void multiply(float *c, int64_t c_row, int64_t rows, int64_t columns, int64_t de
     }
 }
 
+void pass_through(ggml_tensor *dst, int ith, int nth, void *) {
+    const ggml_tensor *matrix = dst->src[0], *given = dst->src[1];
+    const int64_t depth = matrix->ne[0], columns = matrix->ne[1], tokens = given->ne[1];
+    constexpr int64_t width = tile_vectors * lanes;
+    // Whole blocks of every type there is.
+    constexpr int64_t deep = panel_columns;
+    float *rows = room(0, width * deep), *panel = room(1, deep * width);
+    for (int64_t column = ith * width; column < columns; column += nth * width) {
+        const int64_t taken = std::min(width, columns - column);
+        for (int64_t from = 0; from < depth; from += deep) {
+            const int64_t count = std::min(deep, depth - from);
+            unpack(rows, matrix, column, taken, from, count);
+            // Blocks that fit into the first cache on both sides.
+            for (int64_t k = 0; k < count; k += lanes) {
+                const int64_t last = std::min<int64_t>(count, k + lanes);
+                for (int64_t j = 0; j < taken; ++j) {
+                    for (int64_t i = k; i < last; ++i) {
+                        panel[i * taken + j] = rows[j * count + i];
+                    }
+                }
+            }
+            multiply(floats(dst) + column, row_of(dst), tokens, taken, count, floats(given) + from, row_of(given), 1, panel,
+                     taken, from > 0);
+        }
+    }
+}
+
 void back_through(ggml_tensor *dst, int ith, int nth, void *) {
     const bool add = dst->view_src != nullptr;
     const ggml_tensor *const *given = dst->src + (add ? 1 : 0);

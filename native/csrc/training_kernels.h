@@ -37,6 +37,9 @@ struct LossRows {
 
 // The rest are ggml_custom_op_t.
 
+// dst = matrix x given, for a matrix of any type, which is unpacked: nothing is rounded on the way.  src: matrix, given.
+void pass_through(ggml_tensor *dst, int ith, int nth, void *);
+
 // dst = matrix^T x gradient [+ matrix2^T x gradient2], for matrices of any type (of F32 the second).
 // src: matrix, gradient[, matrix2, gradient2]; in place: the sum so far comes first.
 void back_through(ggml_tensor *dst, int ith, int nth, void *);

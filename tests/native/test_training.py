@@ -222,12 +222,22 @@ def test_every_type_of_weights_can_be_trained_on(tmp_path: Path, name: str) -> N
             disturb(trainer, width=0.02)
             loss = trainer.mean_loss(samples)
             found.append((loss, gradient_of(trainer, samples)))
+            assert any(found[-1][1])
     (loss, exact), (native_loss, native) = found
-    # Forward, llama.cpp rounds activations as finely as it does when it serves such a model.
-    assert native_loss == pytest.approx(loss, rel=0.02)
-    along = sum(a * b for a, b in zip(exact, native, strict=True))
-    lengths = math.sqrt(sum(a * a for a in exact)) * math.sqrt(sum(b * b for b in native))
-    assert along / lengths > 0.97
+    # Unpacked in blocks or before, the numbers are the same.
+    assert native_loss == pytest.approx(loss, rel=1e-6)
+    assert native == pytest.approx(exact, rel=1e-4, abs=1e-7)
+
+
+async def test_on_a_quantised_model_the_loss_is_near_what_llama_says(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", types=["Q8_0", "Q4_1"], embd=64)
+    tokens = [1, 40, 300, 17, 290, 333, 6]
+    begin = len(tokens)
+    expected = await scored(path, tokens)
+    with trainer_of(path, base="native") as trainer:
+        # llama.cpp rounds what it multiplies quantised matrices with, training does not.
+        found = trainer.mean_loss([sample(tokens, range(begin, len(tokens)))])
+    assert found == pytest.approx(expected, rel=0.1, abs=0.02)
 
 
 def test_adamw_is_adamw(tiny_trainer: Trainer) -> None:
@@ -372,8 +382,8 @@ def test_memory_decides_about_the_base(tmp_path: Path) -> None:
     settings = Settings(rank=4, context_length=256)
     quick = plan(header, settings, free=1 << 40)
     assert (quick.base, quick.mapped < quick.copied) == ("f32", True)
-    assert plan(header, settings, free=quick.total).base == "f32"
-    small = plan(header, settings, free=quick.total - 1)
+    assert plan(header, settings, free=2 * quick.total).base == "f32"
+    small = plan(header, settings, free=2 * quick.total - 1)
     assert (small.base, small.copied) == ("native", 0)
     assert small.total < quick.total
     assert estimate(header, Settings(rank=4, context_length=256, base="native")) == small.total
