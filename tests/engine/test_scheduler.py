@@ -621,7 +621,7 @@ def test_C9_a_machine_that_becomes_slower_is_noticed_by_short_prompts_too() -> N
     chunks(bench, Machine(0.0, 0.0002), 3)
     slow = Machine(0.0, 0.004)
     for ticket in range(2, 5):
-        bench.scheduler.add(seq(ticket, prompt=100))
+        bench.scheduler.add(seq(ticket, prompt=100, max_tokens=1))  # one token each, so that the last one gets a slot
     taken = chunks(bench, slow, 6)
     assert taken[0][0] == 100  # all that was known was the old speed
     assert all(n <= 32 for n, _ in taken[1:])
