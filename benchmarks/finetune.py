@@ -1,6 +1,6 @@
 """What a training of ten minutes on two cores can do: SmolLM2-135M learns to answer in a fixed JSON form.
 
-    nice -n 5 python benchmarks/finetune.py [--model smollm2] [--examples 192] [--epochs 3] [--json FILE]
+    nice -n 5 python benchmarks/finetune.py [--model smollm2] [--examples 128] [--epochs 3] [--json FILE]
 
 The data are made up here: orders in many words, ``Could you send Anna three red lamps?``, and what is ordered as one
 line of JSON with the keys in a fixed order.  The names, things and numbers of the held-out orders all occur in the
@@ -144,7 +144,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--examples", type=int, default=192)
+    parser.add_argument("--examples", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)

@@ -139,20 +139,25 @@ def _shown(name: str) -> Iterator[Callable[[FinetuneProgress], None]]:
         yield _lines()
         return
     import rich.progress
+    import rich.table
 
+    def column() -> rich.table.Column:
+        return rich.table.Column(no_wrap=True)
+
+    # The bar takes what the figures leave of the line.
     columns = (
-        rich.progress.TextColumn("{task.description}", markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TextColumn("{task.fields[figures]}", markup=False),
-        rich.progress.TextColumn("{task.fields[left]}", markup=False),
+        rich.progress.TextColumn("{task.description}", markup=False, table_column=column()),
+        rich.progress.BarColumn(bar_width=None, table_column=rich.table.Column(ratio=1, min_width=4)),
+        rich.progress.MofNCompleteColumn(table_column=column()),
+        rich.progress.TextColumn("{task.fields[figures]}", markup=False, table_column=column()),
+        rich.progress.TextColumn("{task.fields[left]}", markup=False, table_column=column()),
     )
-    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+    with rich.progress.Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(name, total=None, figures="loading", left="")
 
         def report(progress: FinetuneProgress) -> None:
             left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
-            bar.update(task, completed=progress.done, total=progress.total, figures=_figures(progress), left=left)
+            bar.update(task, completed=progress.done, total=progress.total, figures=_short(progress), left=left)
 
         yield report
 
@@ -170,6 +175,17 @@ def _lines() -> Callable[[FinetuneProgress], None]:
             click.echo(f"step {progress.done}/{progress.total}  {_figures(progress)}", err=True)
 
     return report
+
+
+def _short(progress: FinetuneProgress) -> str:
+    if progress.loss is None:
+        return "loading"
+    parts = [f"loss {progress.loss:.3f}"]
+    if progress.validation_loss is not None:
+        parts.append(f"val {progress.validation_loss:.3f}")
+    if progress.tokens_per_second is not None:
+        parts.append(f"{progress.tokens_per_second:.0f} tok/s")
+    return "  ".join(parts)
 
 
 def _figures(progress: FinetuneProgress) -> str:

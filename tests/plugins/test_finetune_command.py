@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from laneway_plugins import finetune
 from tests.cli.scripted_program import Program
@@ -47,6 +50,16 @@ def test_it_trains_and_shows_the_curve(program: Program, trainer: ScriptedTraine
     assert lines[0].startswith("step 1/4  epoch 1  loss 8.0000")
     assert lines[-1].startswith("step 4/4  epoch 3  loss 2.0000  validation ")
     trainer.assert_all_ended()
+
+
+def test_a_terminal_has_a_bar(program: Program, data: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = rich.console.Console(file=screen, force_terminal=True, width=100, height=12, color_system=None)
+    monkeypatch.setattr(rich.console, "Console", lambda **options: console)
+    result = program("finetune", "scripted:m", data, "-o", output, "--validation", "0.25")
+    assert (result.exit_code, result.stderr) == (0, "")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert re.search(r"adapter\.gguf ━+ 4/4 loss 2\.000  val 3\.000  64 tok/s 0:00 left", drawn)
 
 
 def test_every_option_reaches_the_request(program: Program, trainer: ScriptedTrainer, data: str, output: str) -> None:
