@@ -27,9 +27,9 @@ BEGINNINGS = ((1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4), (1, 2, 3, 4, 4, 4, 4, 4, 4, 
 PROMPTS = st.builds(
     lambda beginning, length, rest: (*beginning[:length], *rest),
     st.sampled_from(BEGINNINGS),
-    st.integers(0, 12),
+    st.integers(1, 12),
     st.lists(st.integers(1, 4), max_size=6),
-).filter(bool)
+)
 
 
 def next_token(cells: list[int]) -> int:
@@ -422,25 +422,42 @@ PLANS = st.builds(
 )
 
 
+async def states_of_before() -> list[laneway.SavedState]:
+    """What another engine has saved of sequences that begin as others do."""
+    states: list[laneway.SavedState] = []
+
+    async def body(ctx: laneway.RequestContext) -> None:
+        for beginning in BEGINNINGS:
+            async with ctx.generate([*beginning, 1, 2], GREEDY, max_tokens=3, keep_state=True) as tokens:
+                await tokens.finish()
+            state = await tokens.saved_state()
+            assert state is not None
+            states.append(state)
+
+    async with bench(1) as b, b.run("body", Body(body)) as run:
+        await run.result()
+    return states
+
+
 async def work(plan: Plan, *, prefix_cache: bool) -> tuple[list[laneway.Answer | None], int]:
     """The answers of those that were neither cancelled nor in a step that failed, and the prompt tokens computed."""
     policy = BatchPolicy(
         chunk_quantum=2, chunk_min=2, chunk_max=6, chunk_probe=4, rounds_target=plan.rounds, rounds_max=3
     )
     answers: list[laneway.Answer | None] = [None] * len(plan.turns)
-    states: list[laneway.SavedState] = []
+    states = await states_of_before()
     failing = {name: dict.fromkeys(calls, DecodeError("as told")) for name, calls in plan.failing.items()}
     steps = dict.fromkeys(plan.failing_steps, DecodeError("as told"))
     async with bench(plan.slots, policy=policy, fail_at=steps, prefix_cache=prefix_cache, **failing) as b:
 
         async def take_turn(number: int, turn: Turn) -> None:
             async def body(ctx: laneway.RequestContext) -> laneway.Answer:
-                restore = max(states, key=lambda state: len(state.tokens), default=None) if turn.restores else None
+                restore = max(states, key=lambda state: common_prefix(state.tokens, turn.prompt))
                 async with ctx.generate(
                     list(turn.prompt),
                     GREEDY,
                     max_tokens=turn.max_tokens,
-                    restore=restore,
+                    restore=restore if turn.restores else None,
                     keep_state=turn.keeps,
                 ) as tokens:
                     if turn.paused_for:
@@ -450,7 +467,7 @@ async def work(plan: Plan, *, prefix_cache: bool) -> tuple[list[laneway.Answer |
                     answer = await tokens.finish()
                 if turn.keeps and (state := await tokens.saved_state()) is not None:
                     states.append(state)
-                if restore is not None and tokens.restored:
+                if tokens.restored:
                     event("a state is restored")
                 return answer
 
