@@ -18,6 +18,7 @@ from laneway import FinetuneError
 from laneway_plugins import completion, finetune
 from laneway_plugins._finetune_child import open_child
 from laneway_plugins.finetune import FinetuneProgress, FinetuneResult, Loss
+from tests.docs.pages import DOCS, load
 from tests.tiny_model import write_tiny_model
 
 native = pytest.importorskip("laneway_native", reason="the native part is not built (make build)", exc_type=ImportError)
@@ -223,3 +224,15 @@ async def test_what_the_model_cannot_do_is_refused_by_name(tiny: Path, text: Pat
     async with loaded(tiny) as model:
         with pytest.raises(FinetuneError, match="a context_length of 1024 is more than the 512 tokens"):
             await train(model, text, tmp_path / "a.gguf", context_length=1024)
+
+
+async def test_the_example_runs(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello?"}, {"role": "assistant", "content": "the world"}]}
+    path, output = tmp_path / "chats.jsonl", tmp_path / "adapter.gguf"
+    path.write_text(f"{json.dumps(chat)}\n" * 10)
+    with trio.fail_after(240):
+        await load(DOCS / "examples" / "training.py").main(str(tiny), str(path), str(output))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 1 of 6: loss ")
+    assert any(line.startswith(f"{output}: loss ") for line in lines)
+    assert finetune.state(output).state == "completed"
