@@ -118,7 +118,10 @@ class Context:
 
         ``prepare`` made the plan, and its :class:`Prepared` named the plan's keys and gate.
         """
-        return CacheTurn(plan, prompt, self.claim, self._note_cache)
+        loop = self._request.model.decode_loop
+        kept = () if loop is None else tuple(loop.scheduler.kept.values())
+        in_memory = max((common_prefix(tokens, tuple(prompt)) for tokens in kept), default=0)
+        return CacheTurn(plan, prompt, self.claim, self._note_cache, in_memory)
 
     def _note_cache(self, report: CacheReport) -> None:
         self._request.cache = report

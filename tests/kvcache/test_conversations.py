@@ -16,7 +16,7 @@ async def test_K3_K4_no_turn_ever_goes_on_wrongly(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     threads_at_once(monkeypatch)
-    async with cached(tmp_path, 2) as s:
+    async with cached(tmp_path, 2, prefix_cache=seed % 2 == 1) as s:
         conversations = Conversations(s, tmp_path, seed)
         await conversations.round(150)
         s.assert_idle()

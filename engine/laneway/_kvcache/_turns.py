@@ -6,6 +6,7 @@ file that the last one committed is there byte for byte.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -52,6 +53,7 @@ class CacheTurn:
         prompt: list[int],
         claim: Callable[[Hashable], bool],
         on_end: Callable[[CacheReport], None] | None = None,
+        in_memory: int = 0,
     ) -> None:
         self.state: SavedState | None = None
         """What the file holds, if anything of it can be taken up."""
@@ -62,6 +64,7 @@ class CacheTurn:
         self._prompt = prompt
         self._claim = claim
         self._on_end = on_end
+        self._in_memory = in_memory
         self._miss: str | None = None
         self._unusable: str | None = None
         self._existed = False
@@ -161,16 +164,21 @@ class CacheTurn:
         assert path is not None
         if plan.key is not None:
             self._caches.check_spelling(path, plan.key)
-        stored = _files.read(path, self._wanted)
+        stored = _files.read(path, functools.partial(self._wanted, path))
         _files.touch(path)
         return SavedState(stored.facts.tokens, stored.state)
 
-    def _wanted(self, facts: Facts) -> None:
+    def _wanted(self, path: Path, facts: Facts) -> None:
         if self._plan.key is not None and folder_of(facts.key or self._plan.key) != folder_of(self._plan.key):
             self._key = facts.key  # this key is an alias: the file keeps its name
         if facts.fingerprint != self._plan.fingerprint:
             raise Miss("the file is of another model, or of one that was loaded with other settings")
         shared = common(facts.tokens, self._prompt)
+        if self._in_memory >= min(shared, len(self._prompt) - 1) > 0:
+            # Should somebody need that slot in the meantime, the prompt is computed.  That is rare, and to read every file
+            # in vain would cost more.
+            _files.touch(path)
+            raise Miss(f"a slot in memory has {self._in_memory} tokens of the prompt, and the file no more")
         if shared * WORTH_READING < max(1, len(facts.tokens)):
             raise Miss(f"the prompt begins with {shared} of its {len(facts.tokens)} tokens")
 
