@@ -175,8 +175,8 @@ class CacheTurn:
             raise Miss("the file is of another model, or of one that was loaded with other settings")
         shared = common(facts.tokens, self._prompt)
         if self._in_memory >= min(shared, len(self._prompt) - 1) > 0:
-            # Should somebody need that slot in the meantime, the prompt is computed.  That is rare, and to read every file
-            # in vain would cost more.
+            # Should somebody need that slot in the meantime, the prompt is computed.  That is rare, and to read every
+            # file in vain would cost more.
             _files.touch(path)
             raise Miss(f"a slot in memory has {self._in_memory} tokens of the prompt, and the file no more")
         if shared * WORTH_READING < max(1, len(facts.tokens)):
