@@ -662,6 +662,11 @@ async def prepare(model: Model, request: FinetuneRequest) -> Prepared:
     plan = await _trainer.plan(model, request)
     await _off_loop(_check_paths, request, plan)
     if request.resume:
+        record = await _off_loop(TrainingFiles(request.output).read)
+        if record is not None and record.base:
+            # Whatever fits now: it goes on as it was begun.
+            base: Any = record.base
+            plan = await _trainer.plan(model, attrs.evolve(request, base=base))
         return Prepared(payload=Job(request, plan, None))
     reader = Reader(
         model=model,
@@ -783,11 +788,12 @@ class _Fit:
             del _live[output]
 
     async def _leave(self, tidy: Callable[[], None]) -> None:
+        # A cancel comes too late.
         with trio.CancelScope(shield=True):
             try:
                 await _off_loop(tidy)
             except OSError:
-                # Why it ended is to be told, not this.  A checkpoint is found also under a record that was not updated.
+                # How it ended is to be told, not this.  A checkpoint is found also under a record that was not updated.
                 log.exception("what the training of %s leaves cannot be put in order", self._files.output)
 
     def _was_cancelled(self) -> bool:
@@ -840,17 +846,17 @@ class _Fit:
 
     async def _finish(self, last: Paused | Finished) -> FinetuneResult:
         self._step = last.step
-        # A cancel comes too late.
-        with trio.CancelScope(shield=True):
-            if isinstance(last, Finished):
-                if not self._files.output.is_file():
-                    output = self._files.output
-                    raise FinetuneError(f"the training is done, and there is no adapter at {output}", last.step)
-                await _off_loop(self._files.discard)
-            else:
-                self._control.paused = True
-                self._record = attrs.evolve(self._record, state="paused", step=last.step, steps=self._steps)
-                await _off_loop(partial(self._files.write, self._record, durable=True))
+        if isinstance(last, Finished):
+            if not self._files.output.is_file():
+                output = self._files.output
+                raise FinetuneError(f"the training is done, and there is no adapter at {output}", last.step)
+            await self._leave(self._files.discard)
+        else:
+            if not self._files.has_checkpoint:
+                raise FinetuneError("the training is paused, and there is no checkpoint of it", last.step)
+            self._control.paused = True
+            self._record = attrs.evolve(self._record, step=last.step, steps=self._steps)
+            await self._leave(self._keep_what_there_is)
         return FinetuneResult(
             state="completed" if isinstance(last, Finished) else "paused",
             output=self._files.output,

@@ -191,6 +191,8 @@ class ScriptedTrainer:
         self.shortage: str | None = None
         self.fail_to_open: OSError | None = None
         self.children: list[ScriptedChild] = []
+        self.planned: list[tuple[FinetuneRequest, int | None]] = []
+        """What was planned, with the longest sequence."""
 
     @property
     def child(self) -> ScriptedChild:
@@ -199,6 +201,7 @@ class ScriptedTrainer:
 
     async def plan(self, model: Model, request: FinetuneRequest, longest: int | None = None) -> Plan:
         await trio.lowlevel.checkpoint()
+        self.planned.append((request, longest))
         return Plan(model_path="scripted.gguf", fingerprint=model.name, threads=2, need=1000)
 
     async def check_memory(self, plan: Plan) -> None:

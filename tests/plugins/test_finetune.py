@@ -521,6 +521,20 @@ async def test_pause_frees_the_lane_and_resume_goes_on_as_if_unbroken(
     assert b.state() == "completed"
 
 
+async def test_what_is_planned(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    """Once early, to refuse what cannot be, then with the data that there are; what goes on, as it was begun."""
+    await paused(b)
+    (first, unknown), (second, longest) = b.trainer.planned
+    assert first == second
+    assert unknown is None
+    assert longest == len(b.s.tokenizer.tokenize("<|turn|>user\nHello<|turn_end|>\n", special=True)) + len(
+        b.s.tokenizer.tokenize("<|turn|>assistant\na world<|turn_end|>\n", bos=False, special=True)
+    )
+    async with b.resume() as training:
+        await training.result()
+    assert [request.base for request, _ in b.trainer.planned[2:]] == ["auto", "f32"]
+
+
 async def test_a_resumed_training_queues_like_any_other(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
     await paused(b)
     log: list[str] = []
@@ -1085,6 +1099,16 @@ async def test_one_that_lies_about_the_adapter(b: Bench, autojump_clock: trio.te
     assert "there is no adapter" in error.reason
 
 
+async def test_one_that_lies_about_the_checkpoint(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    async def behave(child: ScriptedChild) -> None:
+        await child.begin()
+        await child.say("paused", step=1)
+
+    error = await failed(b, behave)
+    assert "there is no checkpoint" in error.reason
+    assert (b.state(), b.left()) == ("idle", [])
+
+
 async def test_a_cancel_after_its_last_word_comes_too_late(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
     async def behave(child: ScriptedChild) -> None:
         await child.train()
@@ -1098,6 +1122,25 @@ async def test_a_cancel_after_its_last_word_comes_too_late(b: Bench, autojump_cl
         assert (await training.result()).state == "completed"
         assert training.state == "completed"
     assert b.left() == ["adapter.gguf"]
+
+
+async def test_one_whose_leavings_cannot_be_removed_is_done_all_the_same(
+    b: Bench, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def behave(child: ScriptedChild) -> None:
+        await child.begin()
+
+        def refuse(files: TrainingFiles) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(TrainingFiles, "discard", refuse)
+        child.write_adapter()
+        await child.say("done", step=4, adapter=child.job["output"])
+
+    b.trainer.behave = behave
+    assert (await b.train()).state == "completed"
+    assert "cannot be put in order" in caplog.text
+    assert b.state() == "completed"
 
 
 async def test_a_process_that_cannot_be_started(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
