@@ -491,12 +491,13 @@ class Scheduler:
         for held in self._prefilling:
             if held is sequence:
                 before = False
-            elif (before or held not in self._followers) and (found := _longer_prefix(prompt, held.prompt, most)):
-                most = found
-                if found > held.computed:
-                    source, length, leader = None, 0, (held, found)
-                else:
-                    source, length, leader = held.slot, found, None
+            elif before or held not in self._followers:
+                # Of two that are as good, one that has it already is better than one that will.
+                found = _longer_prefix(prompt, held.prompt, most if leader is None else most - 1)
+                if found and found <= held.computed:
+                    source, length, leader, most = held.slot, found, None, found
+                elif found > most:
+                    source, length, leader, most = None, 0, (held, found), found
         if source is not None and source in self._kept:
             self._touch(self._kept[source])
         return source, length, leader
