@@ -372,10 +372,10 @@ class LlamaDecoder:
         self._batch.rounds = batch.rounds
 
     def _result(self, batch: StepBatch) -> StepResult:
-        rounds = [self._round(batch, number) for number in range(self._batch.rounds)]
-        tokens, later, logprobs = rounds[0], tuple(rounds[1:]), {}
+        tokens, *later = self._rounds([chunk.slot for chunk in batch.chunks])
+        logprobs: dict[int, TokenLogprob] = {}
         if not self._with_logprobs:
-            return StepResult(tokens, self._batch.seconds, later=later)
+            return StepResult(tokens, self._batch.seconds, later=tuple(later))
         for index, chunk in enumerate(batch.chunks):
             if chunk.sample and chunk.slot in self._with_logprobs:
                 choice = self._choices[index]
@@ -383,13 +383,16 @@ class LlamaDecoder:
                     choice.top_tokens[0 : choice.top_count], choice.top_logprobs[0 : choice.top_count], strict=True
                 )
                 logprobs[chunk.slot] = TokenLogprob(choice.token, choice.logprob, tuple(top))
-        return StepResult(tokens, self._batch.seconds, logprobs, later)
+        return StepResult(tokens, self._batch.seconds, logprobs, tuple(later))
 
-    def _round(self, batch: StepBatch, number: int) -> dict[int, int]:
-        """The tokens that one round has picked, by slot."""
-        count = len(batch.chunks)
-        picked = self._picked[number * count : (number + 1) * count]
-        return {chunk.slot: token for chunk, token in zip(batch.chunks, picked, strict=True) if token >= 0}
+    def _rounds(self, slots: list[int]) -> list[dict[int, int]]:
+        """The tokens that each round has picked, by slot."""
+        count = len(slots)
+        if not count:
+            return [{}]
+        picked = ffi.unpack(self._picked, count * self._batch.rounds)
+        rounds = [picked[at : at + count] for at in range(0, len(picked), count)]
+        return [{slot: token for slot, token in zip(slots, each, strict=True) if token >= 0} for each in rounds]
 
     def interrupt(self) -> None:
         """Stop the step under way, within milliseconds.  Safe from any thread; without a step nothing happens."""
