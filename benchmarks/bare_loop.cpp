@@ -200,7 +200,7 @@ int main(int argc, char **argv) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = static_cast<uint32_t>(number("--context"));
     params.n_batch = params.n_ubatch = static_cast<uint32_t>(std::max(number("--batch"), sequences));
-    params.n_seq_max = params.n_outputs_max = static_cast<uint32_t>(sequences);
+    params.n_seq_max = static_cast<uint32_t>(sequences);
     params.n_threads = params.n_threads_batch = number("--threads");
     params.kv_unified = number("--unified") != 0;
     params.flash_attn_type =

@@ -491,8 +491,9 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
         params.n_batch = options->batch;
         params.n_ubatch = options->batch;
         params.n_seq_max = static_cast<uint32_t>(options->slots);
-        // One row of logits a slot: the default would reserve one for every token of a batch.
-        params.n_outputs_max = params.n_seq_max;
+        // A row of logits a slot is all that is needed, and the default would reserve one for every token of a batch.  But
+        // llama.cpp lays its buffers out by this number, and with less than 16 rows prompts take a fifth more time.
+        params.n_outputs_max = std::max<uint32_t>(params.n_seq_max, 32);
         params.n_threads = options->threads;
         params.n_threads_batch = options->threads;
         params.flash_attn_type = options->flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
