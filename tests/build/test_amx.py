@@ -121,7 +121,7 @@ def _compiler_needs_it(compiler: str) -> bool:
 def test_it_is_applied_to_the_cpu_kernels_of_old_gcc_and_to_nothing_else() -> None:
     commands = _commands()
     applied = {command["file"] for command in commands if HEADER.name in command["command"]}
-    kernels = {command["file"] for command in commands if re.search(r"/ggml-cpu/.*\.cpp$", command["file"])}
+    kernels = {command["file"] for command in commands if re.search(r"/(ggml-cpu|csrc/ggml)/.*\.cpp$", command["file"])}
     compiler = next(command["command"].split()[0] for command in commands if command["file"] in kernels)
     assert len(kernels) > 5
     assert applied == (kernels if _compiler_needs_it(compiler) else set())

@@ -61,8 +61,8 @@ def installed(wheel: Path, template: Path, tmp_path_factory: pytest.TempPathFact
     scripts = folder / "bin"
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     pip += ["--python", scripts / "python"]
-    # The project's own pip: the environment needs none, and the one that comes with Python may not know groups.  What is
-    # imported will be compiled then; most of it never is.
+    # The project's own pip: the environment needs none, and the one that comes with Python may not know groups.  What
+    # is imported will be compiled then; most of it never is.
     run(*pip, "install", "--quiet", "--no-compile", wheel, ".", "--group", "test", cwd=template)
     return scripts
 
