@@ -116,7 +116,7 @@ async def cached(top: Path, parallel: int = 1, *, name: str = MODEL, **options: 
         "prefix_cache": False,
         "seconds_per_step": 0.0,
         "end_every": None,
-        "context_size": 200 * parallel,
+        "context_size": 600 * parallel,
         **options,
     }
     loader = ScriptedLoader(**settings)

@@ -87,6 +87,37 @@ def test_K4_a_disk_that_fails_leaves_the_file_byte_for_byte(
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_K3_the_file_its_name_and_its_directories_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("this system does not tell which file a descriptor is of")
+    monkeypatch.setattr(os, "fsync", note)
+    path = tmp_path.resolve() / "kv/named/chat/=m.kv"
+    for folders in (["chat", "named", "kv", tmp_path.name], ["chat"]):
+        synced.clear()
+        save(path)
+        assert synced[0].name.endswith(".tmp")
+        assert [folder.name for folder in synced[1:]] == folders
+
+
+def test_a_directory_that_cannot_be_synced_is_told_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(_files, "sync_directory", fail)
+    save(tmp_path / "kv/=m.kv")
+    assert _files.read(tmp_path / "kv/=m.kv", take).facts == FACTS
+    assert "may not survive a loss of power: Input/output error" in caplog.text
+
+
 def test_what_is_wrong_with_the_disk_is_said_with_a_remedy() -> None:
     assert "laneway cache prune" in _files.explain(OSError(errno.ENOSPC, "No space left on device"))
     assert "may write to" in _files.explain(OSError(errno.EACCES, "Permission denied", "/x"))

@@ -8,6 +8,7 @@ killed leaves its temporary file; whoever writes to that place next sweeps it aw
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -29,6 +30,8 @@ from laneway._kvcache._format import (
     parse_preamble,
 )
 from laneway._kvcache._keys import SUFFIX
+
+log = logging.getLogger("laneway.cache")
 
 TEMPORARY = ".tmp"
 _BLOCK = 2**20  # bytes between two looks at whether the writing is still wanted
@@ -88,6 +91,8 @@ def read(path: Path, wanted: Callable[[Facts], None]) -> Stored:
 def write(path: Path, facts: Facts, state: bytes, checkpoint: Callable[[], object]) -> int:
     """Put a file in its place, whole and for good.  Returns its size in bytes.
 
+    Should the disk fail to sync the directory, after all that, the file is there all the same, which is logged.
+
     :param checkpoint: called before every part; what it raises ends the writing, and nothing has changed
     :raises OSError: nothing has changed
     """
@@ -95,6 +100,8 @@ def write(path: Path, facts: Facts, state: bytes, checkpoint: Callable[[], objec
     head = pack_head(facts, state)
     checkpoint()
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
+    # A new directory is there for good only when the one that it lies in has been synced as well.
+    new = [folder for folder in path.parents if not folder.exists()]
     file = _create(temporary)
     try:
         with file:
@@ -108,7 +115,12 @@ def write(path: Path, facts: Facts, state: bytes, checkpoint: Callable[[], objec
     except BaseException:
         remove(temporary)
         raise
-    sync_directory(path.parent)
+    try:
+        for folder in (path.parent, *(folder.parent for folder in new)):
+            sync_directory(folder)
+    except OSError as error:
+        # It is in its place, whole; to call it not written would be as wrong.
+        log.warning("the cache %s may not survive a loss of power: %s", path, _reason(error))
     return len(head) + len(state)
 
 
