@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from laneway_native import Model
+from laneway_native.training import Job
+from tests.native.training import Child, Start
 from tests.tiny_model import write_tiny_model
 
 
@@ -21,3 +23,17 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_path: Path) -> Iterator[Model]:
     with Model.load(tiny_path) as model:
         yield model
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts training children."""
+    children: list[Child] = []
+
+    def begin(job: Job | str) -> Child:
+        children.append(Child(job))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.close()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,70 +26,9 @@ from laneway_native.training import (
     Validation,
     checkpoint_info,
     estimate,
-    event_from_json,
 )
 from tests.native.driving import answer, decoder_of
-from tests.native.training import random_samples, sample, write_data, write_model
-
-COMMAND = [sys.executable, "-m", "laneway_native.training"]
-
-
-class Child:
-    """A child under test; killed at the latest when the test ends."""
-
-    def __init__(self, job: Job) -> None:
-        self.process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
-        self.tell(job.to_json())
-
-    def tell(self, line: str) -> None:
-        self.stdin.write(line.encode() + b"\n")
-        self.stdin.flush()
-
-    def events(self, until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
-        """Events up to the first that is wanted, or to the end."""
-        found = []
-        for line in self.stdout:
-            found.append(event_from_json(line))
-            if until(found[-1]):
-                break
-        return found
-
-    def end(self) -> tuple[int, str]:
-        """Exit status and log, once it has ended by itself."""
-        assert self.process.stderr is not None
-        log = self.process.stderr.read().decode()
-        return self.process.wait(timeout=60), log
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.stdin, self.stdout, self.process.stderr):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:  # a line that it was never to read
-                pass
-
-
-Start = Callable[[Job], Child]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    children: list[Child] = []
-
-    def begin(job: Job) -> Child:
-        children.append(Child(job))
-        return children[-1]
-
-    yield begin
-    for child in children:
-        child.close()
+from tests.native.training import COMMAND, Start, random_samples, sample, write_data, write_model
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +206,11 @@ def test_what_is_wrong_with_a_job(start: Start, job: Job, change: dict[str, Any]
     assert error.step == 0
 
 
-def test_a_line_that_is_no_job_is_an_error(start: Start, job: Job) -> None:
-    done = subprocess.run(COMMAND, input=b"{}\n", capture_output=True, timeout=60, check=False)
-    event = event_from_json(done.stdout)
+def test_a_line_that_is_no_job_is_an_error(start: Start) -> None:
+    child = start("{}")
+    (event,) = child.events()
     assert isinstance(event, Error)
-    assert (done.returncode, event.kind) == (1, "job")
+    assert (child.end()[0], event.kind) == (1, "job")
 
 
 def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another(start: Start, job: Job) -> None:

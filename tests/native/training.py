@@ -6,13 +6,15 @@ import ctypes
 import json
 import random
 import struct
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import laneway_native
-from laneway_native.training import Sample
-from tests.tiny_model import Plain, Tensor, TensorType, tiny_model_parts, write_gguf
+from laneway_native.training import Event, Job, Sample, event_from_json
+from tests.tiny_model import Tensor, TensorType, tiny_model_parts, write_gguf
 
 Architecture = Literal["llama", "qwen2", "qwen3", "smollm3"]
 
@@ -131,4 +133,49 @@ def write_data(path: Path, samples: Iterable[Sample]) -> Path:
     return path
 
 
-Metadata = dict[str, Plain]
+COMMAND = [sys.executable, "-m", "laneway_native.training"]
+
+
+class Child:
+    """A child under test; killed at the latest when the test ends."""
+
+    def __init__(self, job: Job | str) -> None:
+        self.process = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.tell(job if isinstance(job, str) else job.to_json())
+
+    def tell(self, line: str) -> None:
+        self.stdin.write(line.encode() + b"\n")
+        self.stdin.flush()
+
+    def events(self, until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
+        """Events up to the first that is wanted, or to the end."""
+        found = []
+        for line in self.stdout:
+            found.append(event_from_json(line))
+            if until(found[-1]):
+                break
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and log, once it has ended by itself."""
+        assert self.process.stderr is not None
+        log = self.process.stderr.read().decode()
+        return self.process.wait(timeout=60), log
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.stdin, self.stdout, self.process.stderr):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:  # a line that it was never to read
+                pass
+
+
+Start = Callable[[Job | str], Child]
