@@ -133,3 +133,4 @@ class Context:
             tokens.drop()
         for tokens in self._request.streams:
             await tokens.freed.wait()
+            tokens.forget_states()

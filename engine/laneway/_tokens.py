@@ -287,6 +287,10 @@ class Tokens:
             self._reason = output.finish_reason
             self._end()
 
+    def forget_states(self) -> None:
+        """Let go of the bytes of saved states: nobody can ask for them any more, and readers may keep their runs."""
+        self.restore = self.seal = self._saved = None
+
     def fail(self, error: BaseException) -> None:
         """End with an error, unless the outcome is known already."""
         if not self._ended.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -445,6 +446,18 @@ async def test_K3_a_turn_that_fills_the_window_is_committed_and_the_next_is_refu
             await talk.say("One more turn, which is one too many for so small a window")
         assert disk.files() == before
         s.assert_idle()
+
+
+async def test_a_run_that_is_kept_keeps_no_state(disk: Directory) -> None:
+    async with cached(disk.top) as s:
+        await _committed(s, disk)
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+        async with completion.stream(s.model, messages, kv_cache="x", **GREEDY) as run:
+            assert report(await run.result()).miss is None
+        gc.collect()
+        left = [thing for thing in gc.get_objects() if type(thing) is laneway.SavedState]
+        assert not left
+        assert run.state == "completed"
 
 
 async def test_K3_a_failed_step_ends_in_a_release(disk: Directory) -> None:

@@ -215,6 +215,7 @@ class CacheTurn:
         return None
 
     def _end(self, ended: Literal["commit", "release"], reason: str | None) -> None:
+        self.state = None  # which may be large
         if self._new is not None:
             self._new.leave()
         outcome: Literal["commit", "rollback", "release"] = ended
