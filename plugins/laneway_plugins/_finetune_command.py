@@ -38,6 +38,7 @@ def _share_or_file(text: str) -> float | Path:
     "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The adapter to write."
 )
 @click.option("--resume", is_flag=True, help="Go on with the paused training of this output; DATA may be left out.")
+@click.option("--restart", is_flag=True, help="Throw away the paused training of this output, and begin anew.")
 @click.option(
     "--validation",
     type=_share_or_file,
@@ -55,21 +56,29 @@ def _share_or_file(text: str) -> float | Path:
 @click.option("--learning-rate", type=float, help="At its highest (default: 0.001).")
 @click.option("--schedule", type=click.Choice(["constant", "linear", "cosine"]), help="How it falls (default: cosine).")
 @click.option("--warmup", type=float, help="Steps until it is at its highest, or their share (default: 0.05).")
-@click.option("--weight-decay", type=float, help="(default: 0.01)")
-@click.option("--seed", type=int, help="(default: 0)")
+@click.option("--weight-decay", type=float, help="Of the optimiser, AdamW (default: 0.01).")
+@click.option("--seed", type=int, help="The same seed draws the same (default: 0).")
 @click.option("--threads", type=int, help="CPU threads (default: one for each physical core).")
 @click.option(
     "--base",
     type=click.Choice(["auto", "f32", "native"]),
     help="Train on a copy of the weights in F32, or as the file has them (default: what memory allows).",
 )
-@click.option("--checkpoint-every", type=int, metavar="STEPS", help="(default: 50)")
+@click.option("--checkpoint-every", type=int, metavar="STEPS", help="How often to save (default: 50).")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write the curve of the loss there, as SVG."
 )
 @click.pass_context
 def finetune(
-    ctx: click.Context, /, model: str, data: Path | None, output: Path, resume: bool, plot: Path | None, **fields: Any
+    ctx: click.Context,
+    /,
+    model: str,
+    data: Path | None,
+    output: Path,
+    resume: bool,
+    restart: bool,
+    plot: Path | None,
+    **fields: Any,
 ) -> None:
     """Train a LoRA adapter for MODEL on DATA.
 
@@ -83,6 +92,10 @@ def finetune(
         raise click.UsageError(f"--plot writes SVG: give a name that ends in .svg, not {plot.name}")
     if data is None and not resume:
         raise click.UsageError("say what to train on: DATA; or go on with --resume")
+    if resume and restart:
+        raise click.UsageError("--resume goes on and --restart begins anew: give one of them")
+    if restart:
+        _discard(output)
     result = trio.run(_finetune, model, _request(output, resume, given))
     _show_result(result, model, plot)
     if result.state == "paused":
@@ -96,6 +109,12 @@ def _request(output: Path, resume: bool, given: dict[str, Any]) -> FinetuneReque
         return plugin.FinetuneRequest(output=output, **given)
     # What is not given is as it was; what is given must be as it was, and the operation says so.
     return attrs.evolve(plugin.stored_request(output), **given)
+
+
+def _discard(output: Path) -> None:
+    from laneway_plugins import finetune as plugin
+
+    plugin.discard(output)
 
 
 async def _finetune(source: str, request: FinetuneRequest) -> FinetuneResult:

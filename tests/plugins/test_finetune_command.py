@@ -15,7 +15,7 @@ import rich.console
 
 from laneway_plugins import finetune
 from tests.cli.scripted_program import Program
-from tests.plugins.finetune_trainer import ScriptedChild, ScriptedTrainer
+from tests.plugins.finetune_trainer import Behaviour, ScriptedChild, ScriptedTrainer
 from tests.plugins.finetune_trainer import trainer as trainer
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "a world"}]}
@@ -94,15 +94,14 @@ def test_a_plot_is_written_as_svg(program: Program, data: str, output: str, tmp_
     assert "ends in .svg" in result.stderr
 
 
-def interrupted_at(step: int, times: int = 1) -> object:
+def interrupted_at(step: int) -> Behaviour:
     """A training in whose step Ctrl-C comes."""
 
     async def behave(child: ScriptedChild) -> None:
         start = await child.begin()
         for number in range(start + 1, child.steps + 1):
             if number == step:
-                for _ in range(times):
-                    os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
             await child.step(number)
             if child.pause_wanted.is_set():
                 child.save(number)
@@ -114,13 +113,16 @@ def interrupted_at(step: int, times: int = 1) -> object:
 
 
 def test_ctrl_c_pauses_and_resume_goes_on(program: Program, trainer: ScriptedTrainer, data: str, output: str) -> None:
-    trainer.behave = interrupted_at(2)  # type: ignore[assignment]
+    trainer.behave = interrupted_at(2)
     result = program("finetune", "scripted:m", data, "-o", output, "--rank", "4")
     assert result.exit_code == 130, result.output
     assert "pausing after the step under way" in result.stderr
     assert f"go on with: laneway finetune scripted:m --output {output} --resume" in result.stderr
     assert finetune.state(output).state == "paused"
     assert not Path(output).exists()
+
+    both = program("finetune", "scripted:m", data, "-o", output, "--resume", "--restart")
+    assert (both.exit_code, "give one of them" in both.stderr) == (2, True)
 
     trainer.behave = ScriptedChild.train
     refused = program("finetune", "scripted:m", data, "-o", output)
@@ -134,6 +136,15 @@ def test_ctrl_c_pauses_and_resume_goes_on(program: Program, trainer: ScriptedTra
     assert trainer.child.job["resume"]
     assert trainer.child.job["rank"] == 4
     assert "step 4 of 4" in result.stdout
+
+
+def test_restart_throws_the_paused_one_away(program: Program, trainer: ScriptedTrainer, data: str, output: str) -> None:
+    trainer.behave = interrupted_at(2)
+    assert program("finetune", "scripted:m", data, "-o", output).exit_code == 130
+    trainer.behave = ScriptedChild.train
+    result = program("finetune", "scripted:m", data, "-o", output, "--restart", "--rank", "2")
+    assert result.exit_code == 0, result.output
+    assert (trainer.child.job["resume"], trainer.child.job["rank"]) == (False, 2)
 
 
 def test_a_second_ctrl_c_leaves_at_once(program: Program, trainer: ScriptedTrainer, data: str, output: str) -> None:
