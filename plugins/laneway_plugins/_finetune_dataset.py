@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import trio
@@ -31,8 +31,8 @@ from laneway_plugins._prompts import template_of, text_to_tokens
 Format = Literal["auto", "text", "chat"]
 """Of a data file; ``auto``: chats if its name ends in ``.jsonl``, else text."""
 
-OffLoop = Callable[..., Awaitable[bytes]]
-"""Runs a function that blocks, with its arguments: ``trio.to_thread.run_sync``."""
+OffLoop = Callable[..., Awaitable[Any]]
+"""Runs a function that blocks, with its arguments, beside the event loop."""
 
 
 @attrs.frozen
@@ -73,13 +73,13 @@ class Reader:
 
     async def _examples(self, path: Path, field: str) -> list[Example]:
         try:
-            data = await self.off_loop(path.read_bytes)
+            data: bytes = await self.off_loop(path.read_bytes)
         except OSError as error:
             raise InvalidRequestError(f"{path}: {error.strerror or error}", field) from error
         try:
-            text = decode(data, path.name)
+            text: str = await self.off_loop(decode, data, path.name)
             if self.format == "chat" or (self.format == "auto" and path.suffix == ".jsonl"):
-                return await self._chats(parse_chats(text, path.name), path.name)
+                return await self._chats(await self.off_loop(parse_chats, text, path.name), path.name)
             return await self._text(text, path.name)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.reason, field) from error

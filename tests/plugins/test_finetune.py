@@ -24,7 +24,7 @@ from laneway import (
     RequestRejectedByPolicyError,
 )
 from laneway.testing import check_plugin
-from laneway_plugins import completion, finetune
+from laneway_plugins import batch, completion, finetune, llm_translate
 from laneway_plugins._finetune_child import GRACE_SECONDS
 from laneway_plugins._finetune_files import TrainingFiles
 from laneway_plugins.finetune import FinetuneProgress, FinetuneRequest, FinetuneResult, Loss, Training
@@ -350,18 +350,30 @@ async def test_A6_nothing_of_the_model_runs_beside_it(b: Bench, autojump_clock: 
     async with b.start() as training:
         await training.admitted()
         async with trio.open_nursery() as nursery:
-            for name in ("one", "two", "three"):
-                nursery.start_soon(complete, b, log, name)
+            nursery.start_soon(complete, b, log, "completion")
+            nursery.start_soon(complete_batch, b, log)
+            nursery.start_soon(translate, b, log)
             await settled()
             steps = b.s.engine.snapshot().model(b.s.model.name).steps
             with trio.move_on_after(2.5 * STEP_SECONDS):
                 await trio.sleep_forever()
             snapshot = b.s.engine.snapshot().model(b.s.model.name)
             assert (snapshot.steps, snapshot.sequences) == (steps, 0)
-            assert [one.kind for one in snapshot.lanes[0].waiting] == ["completion"] * 3
+            assert sorted(one.kind for one in snapshot.lanes[0].waiting) == ["batch", "completion", "translate"]
             await training.result()
     assert log[:2] == ["training began", "training ended"]
-    assert sorted(log[2:]) == ["one", "three", "two"]
+    assert sorted(log[2:]) == ["batch", "completion", "translate"]
+
+
+async def complete_batch(b: Bench, log: list[str]) -> None:
+    await batch.complete(b.s.model, ["one", "two"], max_tokens=4)
+    log.append("batch")
+
+
+async def translate(b: Bench, log: list[str]) -> None:
+    async with llm_translate.stream(b.s.model, "eins", source="de", target="en") as run:
+        await run.result()
+    log.append("translate")
 
 
 async def test_A6_other_models_go_on(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
