@@ -275,6 +275,7 @@ typedef struct laneway_training {
     uint32_t modules;    // a bit each, from the lowest: attn_q, attn_k, attn_v, attn_output, ffn_gate, ffn_up, ffn_down
     uint64_t seed;
     int32_t copies;      // 1: matrices as F32, 0: as they lie in the file, which is mapped
+    int32_t recompute;   // 1: the backward pass computes each layer anew, so that little is kept of the forward pass
     int32_t most_tokens; // of one pass
 } laneway_training;
 

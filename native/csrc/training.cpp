@@ -253,9 +253,10 @@ private:
     Pass build(int64_t tokens, int64_t predictions, bool learn);
     ggml_tensor *turned(ggml_context *c, ggml_tensor *x, ggml_tensor *positions, bool back) const;
     ggml_tensor *forward(ggml_context *c, const Linear &linear, ggml_tensor *x, ggml_tensor **inner) const;
+    ggml_tensor *inner_of(ggml_context *c, const Linear &linear, ggml_tensor *x) const;
     ggml_tensor *backward(ggml_context *c, ggml_cgraph *graph, const Linear &linear, ggml_tensor *x, ggml_tensor *inner,
                           ggml_tensor *gradient, ggml_tensor *so_far, bool wanted) const;
-    ggml_tensor *layer_forward(Pass &pass, const Layer &layer, ggml_tensor *x, Kept &kept) const;
+    ggml_tensor *layer_forward(Pass &pass, const Layer &layer, ggml_tensor *x, Kept &kept, bool again = false) const;
     ggml_tensor *layer_backward(Pass &pass, const Layer &layer, const Kept &kept, ggml_tensor *gradient, bool wanted) const;
     ggml_tensor *normed(ggml_context *c, ggml_tensor *x, ggml_tensor *weight) const;
 
@@ -502,11 +503,15 @@ ggml_tensor *laneway_trainer::turned(ggml_context *c, ggml_tensor *x, ggml_tenso
 
 ggml_tensor *laneway_trainer::forward(ggml_context *c, const Linear &linear, ggml_tensor *x, ggml_tensor **inner) const {
     ggml_tensor *y = product(c, linear.weight, x);
-    if (linear.a) {
-        *inner = ggml_scale(c, ggml_mul_mat(c, linear.a, x), scale);
+    *inner = inner_of(c, linear, x);
+    if (*inner) {
         y = ggml_add(c, y, ggml_mul_mat(c, linear.b, *inner));
     }
     return linear.bias ? ggml_add(c, y, linear.bias) : y;
+}
+
+ggml_tensor *laneway_trainer::inner_of(ggml_context *c, const Linear &linear, ggml_tensor *x) const {
+    return linear.a ? ggml_scale(c, ggml_mul_mat(c, linear.a, x), scale) : nullptr;
 }
 
 // Adds to the gradients of the adapter; returns so_far with what comes from here, if that is wanted.
@@ -534,7 +539,8 @@ ggml_tensor *laneway_trainer::backward(ggml_context *c, ggml_cgraph *graph, cons
     return out;
 }
 
-ggml_tensor *laneway_trainer::layer_forward(Pass &pass, const Layer &layer, ggml_tensor *x, Kept &kept) const {
+// again: for the sake of what the backward pass reads only; there is no result then.
+ggml_tensor *laneway_trainer::layer_forward(Pass &pass, const Layer &layer, ggml_tensor *x, Kept &kept, bool again) const {
     ggml_context *c = pass.context.get();
     const int64_t tokens = x->ne[1];
     const auto by_head = [&](ggml_tensor *t, int64_t count) { return ggml_reshape_3d(c, t, head_size, count, tokens); };
@@ -556,8 +562,12 @@ ggml_tensor *laneway_trainer::layer_forward(Pass &pass, const Layer &layer, ggml
     h = normed(c, kept.middle, layer.feed_norm);
     kept.gate = forward(c, layer.linear[GATE], h, &kept.inner[GATE]);
     kept.up = forward(c, layer.linear[UP], h, &kept.inner[UP]);
-    h = forward(c, layer.linear[DOWN], ggml_swiglu_split(c, kept.gate, kept.up), &kept.inner[DOWN]);
-    h = ggml_add(c, kept.middle, h);
+    h = ggml_swiglu_split(c, kept.gate, kept.up);
+    if (again) {
+        kept.inner[DOWN] = inner_of(c, layer.linear[DOWN], h);
+        return nullptr;
+    }
+    h = ggml_add(c, kept.middle, forward(c, layer.linear[DOWN], h, &kept.inner[DOWN]));
     ggml_build_forward_expand(pass.graph, h);
     return h;
 }
@@ -612,7 +622,7 @@ ggml_tensor *laneway_trainer::layer_backward(Pass &pass, const Layer &layer, con
 }
 
 laneway_trainer::Pass laneway_trainer::build(int64_t tokens, int64_t predictions, bool learn) {
-    const size_t nodes = layers.size() * 192 + 64 + 16 * static_cast<size_t>(predictions / head_rows + 1);
+    const size_t nodes = layers.size() * (options.recompute ? 256 : 192) + 64 + 16 * static_cast<size_t>(predictions / head_rows + 1);
     Pass pass = {new_context(2 * nodes, nodes), nullptr, nullptr, nullptr, nullptr};
     ggml_context *c = pass.context.get();
     pass.graph = ggml_new_graph_custom(c, nodes, false);
@@ -651,6 +661,9 @@ laneway_trainer::Pass laneway_trainer::build(int64_t tokens, int64_t predictions
         ggml_build_forward_expand(pass.graph, d);
     }
     for (size_t i = layers.size(); learn && i-- > 0;) {
+        if (options.recompute) {
+            layer_forward(pass, layers[i], kept[i].in, kept[i], true);
+        }
         gradient = layer_backward(pass, layers[i], kept[i], gradient, i > 0);
     }
     return pass;

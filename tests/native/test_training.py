@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import attrs
 import pytest
 
 from laneway.decoder import Chunk, Sampling, StepBatch
@@ -331,9 +332,16 @@ def extra_tensor(_: dict[str, Any], tensors: list[Tensor]) -> None:
     tensors.append(Tensor("blk.0.attn_rel_b.weight", (8,), TensorType.F32, struct.pack("<8f", *[0.0] * 8)))
 
 
+def whole_numbers(_: dict[str, Any], tensors: list[Tensor]) -> None:
+    (place,) = [at for at, tensor in enumerate(tensors) if tensor.name == "blk.1.ffn_up.weight"]
+    columns, rows = tensors[place].dims
+    tensors[place] = Tensor("blk.1.ffn_up.weight", (columns, rows), 25, bytes(2 * columns * rows))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (whole_numbers, "blk.1.ffn_up.weight is of type i16, which cannot be trained with"),
         (spoiled(rope__scaling__type="yarn"), "rope scaling of type yarn"),
         (spoiled(rope__scaling__attn_factor=2.0), "scales or clamps"),
         (spoiled(expert_count=4), "experts"),
@@ -376,21 +384,51 @@ def test_linear_rope_scaling_is_known(tmp_path: Path, models: dict[str, Path]) -
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
-def test_memory_decides_about_the_base(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", types=["Q4_0"], embd=256, ff=512)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_that_are_computed_twice_give_the_same_gradient(models: dict[str, Path], architecture: str) -> None:
+    samples = random_samples(5, seed=3)
+    found = []
+    for recompute in (False, True):
+        with trainer_of(models[architecture], recompute=recompute) as trainer:
+            disturb(trainer)
+            found.append((trainer.facts.activations, gradient_of(trainer, samples)))
+    assert found[1][1] == found[0][1]
+    assert found[1][0] < found[0][0]
+
+
+def test_memory_decides_what_is_kept(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", types=["Q4_0"], embd=256, ff=512, layers=4)
     header = check_gguf(path)
     settings = Settings(rank=4, context_length=256)
+
+    def planned(free: int, settings: Settings = settings) -> tuple[str, bool]:
+        found = plan(header, settings, free=free)
+        return found.base, found.recompute
+
     quick = plan(header, settings, free=1 << 40)
-    assert (quick.base, quick.mapped < quick.copied) == ("f32", True)
-    assert plan(header, settings, free=2 * quick.total).base == "f32"
+    assert (quick.base, quick.recompute, quick.mapped < quick.copied) == ("f32", False, True)
+    assert planned(2 * quick.total) == ("f32", False)
     small = plan(header, settings, free=2 * quick.total - 1)
-    assert (small.base, small.copied) == ("native", 0)
-    assert small.total < quick.total
-    assert estimate(header, Settings(rank=4, context_length=256, base="native")) == small.total
-    # More to keep, more to hold.
-    assert plan(header, Settings(rank=8, context_length=512, base="f32")).activations > quick.activations
-    assert plan(header, Settings(rank=8, base="f32")).state == 2 * quick.state
-    assert plan(header, Settings(context_length=512, base="f32"), longest=100).activations < quick.total
+    assert (small.base, small.recompute, small.copied) == ("native", False, 0)
+    assert planned(small.total) == ("native", False)
+    smallest = plan(header, settings, free=small.total - 1)
+    assert (smallest.base, smallest.recompute) == ("native", True)
+    assert smallest.activations < small.activations / 2
+    # What was asked for stays.
+    copied = attrs.evolve(settings, base="f32")
+    assert planned(quick.total, copied) == ("f32", False)
+    assert planned(quick.total - 1, copied) == ("f32", True)
+    native = attrs.evolve(settings, base="native")
+    assert planned(1 << 40, native) == ("native", False)
+    assert estimate(header, native) == small.total
+
+
+def test_more_to_keep_takes_more(tmp_path: Path) -> None:
+    header = check_gguf(write_model(tmp_path / "m.gguf"))
+    small = plan(header, Settings(rank=4, context_length=256))
+    assert plan(header, Settings(rank=4, context_length=512)).activations > small.activations
+    assert plan(header, Settings(rank=4, context_length=512), longest=100).activations == small.activations
+    assert plan(header, Settings(rank=8, context_length=256)).state == 2 * small.state
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,12 @@ def run(job: Job, report: _Reporter, pause: threading.Event) -> None:
     logger.info("laneway: training with %d threads on a %s", threads, chosen)
 
     with Trainer(
-        job.model, settings, base=chosen.base, threads=threads, most_tokens=pass_tokens(settings, longest)
+        job.model,
+        settings,
+        base=chosen.base,
+        threads=threads,
+        recompute=chosen.recompute,
+        most_tokens=pass_tokens(settings, longest),
     ) as trainer:
         trainer.load()
         _train(job, trainer, chosen, header, data, validation, report, pause)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 _MAGIC = b"LWTRAIN1"
+_HEAD = struct.Struct("<8sQ32s")  # magic, bytes of the header, their digest
+_LONGEST_HEADER = 1 << 20
 _STATE = "state"
 
 
@@ -170,7 +172,8 @@ def write_checkpoint(
         digest=digest.hexdigest(),
     )
     header = json.dumps(attrs.asdict(info)).encode()
-    write_whole(Path(folder) / _STATE, [_MAGIC, struct.pack("<Q", len(header)), header, *numbers])
+    head = _HEAD.pack(_MAGIC, len(header), hashlib.sha256(header).digest())
+    write_whole(Path(folder) / _STATE, [head, header, *numbers])
 
 
 def checkpoint_info(folder: str | os.PathLike[str]) -> CheckpointInfo | None:
@@ -225,20 +228,16 @@ def _damaged(folder: str | os.PathLike[str]) -> TrainingError:
 
 
 def _read_info(file: BinaryIO, folder: str | os.PathLike[str]) -> CheckpointInfo:
-    head = file.read(16)
-    if len(head) != 16 or head[:8] != _MAGIC:
+    head = file.read(_HEAD.size)
+    if len(head) != _HEAD.size:
         raise _damaged(folder)
-    (length,) = struct.unpack("<Q", head[8:])
-    if length > 1 << 20:
+    magic, length, digest = _HEAD.unpack(head)
+    if magic != _MAGIC or length > _LONGEST_HEADER:
         raise _damaged(folder)
-    try:
-        return _info(json.loads(file.read(length)))
-    except (ValueError, TypeError):
-        raise _damaged(folder) from None
-
-
-def _info(found: Any) -> CheckpointInfo:
-    return CheckpointInfo(**found)
+    header = file.read(length)
+    if hashlib.sha256(header).digest() != digest:
+        raise _damaged(folder)
+    return CheckpointInfo(**json.loads(header))
 
 
 # --- adapters ---

@@ -24,6 +24,8 @@ class Plan:
     """How a run would go about the base model's weights, and the memory it takes.  Sizes are in bytes."""
 
     base: Literal["f32", "native"]
+    recompute: bool
+    """Whether layers are computed anew in the backward pass: a quarter more work, a fraction of the activations."""
     copied: int
     """Of the base model's weights as F32."""
     mapped: int
@@ -40,7 +42,8 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"{self.base} base, about {size_text(self.total)}: weights {size_text(self.copied + self.mapped)}, "
+            f"{self.base} base{', layers computed twice' if self.recompute else ''}, "
+            f"about {size_text(self.total)}: weights {size_text(self.copied + self.mapped)}, "
             f"activations {size_text(self.activations)}, adapter and optimiser {size_text(self.state)}"
         )
 
@@ -60,20 +63,23 @@ def plan(
 ) -> Plan:
     """What a run would take.  ``longest``: tokens of the longest sequence, if that is known.
 
-    A base ``auto`` becomes ``f32`` where that fits into half of ``free`` bytes (None: as many as the system says now,
-    without a bound if it does not say), else ``native``.  Raises :class:`TrainingError` of kind ``model`` if the model
-    cannot be trained.
+    ``free``: bytes that there are (None: as the system says now, and no bound if it does not say).  A base ``auto``
+    becomes ``f32`` where the run then fits into half of them, else ``native``; layers are computed twice where it would
+    not fit otherwise.  Raises :class:`TrainingError` of kind ``model`` if the model cannot be trained.
     """
-    if settings.base != "auto":
-        return _plan(header, settings, settings.base, longest)
-    quick = _plan(header, settings, "f32", longest)
     if free is None:
         free = available().now
-    # Matrices that need no unpacking save a part of the time, a third at most where passes are short, and take several
-    # times the memory.
-    if free is None or quick.total <= free // 2:
-        return quick
-    return _plan(header, settings, "native", longest)
+    if settings.base != "native":
+        quick = _plan(header, settings, "f32", longest)
+        # Matrices that need no unpacking save a part of the time, a third at most where passes are short, and take
+        # several times the memory.
+        if free is None or quick.total <= (free // 2 if settings.base == "auto" else free):
+            return quick
+    base: Literal["f32", "native"] = "f32" if settings.base == "f32" else "native"
+    found = _plan(header, settings, base, longest)
+    if free is None or found.total <= free:
+        return found
+    return _plan(header, settings, base, longest, recompute=True)
 
 
 def estimate(header: GgufHeader, settings: Settings, *, longest: int | None = None) -> int:
@@ -81,7 +87,14 @@ def estimate(header: GgufHeader, settings: Settings, *, longest: int | None = No
     return plan(header, settings, longest=longest).total
 
 
-def _plan(header: GgufHeader, settings: Settings, base: Literal["f32", "native"], longest: int | None) -> Plan:
+def _plan(
+    header: GgufHeader,
+    settings: Settings,
+    base: Literal["f32", "native"],
+    longest: int | None,
+    *,
+    recompute: bool = False,
+) -> Plan:
     if header.architecture not in ARCHITECTURES:
         raise TrainingError(
             "model",
@@ -96,10 +109,11 @@ def _plan(header: GgufHeader, settings: Settings, base: Literal["f32", "native"]
             f"a context_length of {settings.context_length} is more than the {header.context_length} tokens that the "
             "model was made for",
         )
-    with Trainer(header.path, settings, base=base, most_tokens=most) as trainer:
+    with Trainer(header.path, settings, base=base, recompute=recompute, most_tokens=most) as trainer:
         facts = trainer.facts
     return Plan(
         base=base,
+        recompute=recompute,
         copied=facts.copied,
         mapped=facts.mapped,
         activations=facts.activations,

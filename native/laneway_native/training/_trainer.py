@@ -84,7 +84,8 @@ class Trainer:
     """An adapter under training.  One thread at a time; a context manager.
 
     Making it reads the file's header and works out the memory; :meth:`load` sets it aside and reads the weights.
-    Raises :class:`TrainingError`, of kind ``model`` if such a model cannot be trained.
+    ``recompute``: the backward pass computes each layer anew instead of reading what was kept of it, with the same
+    result.  Raises :class:`TrainingError`, of kind ``model`` if such a model cannot be trained.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Trainer:
         *,
         base: Literal["f32", "native"],
         threads: int = 1,
+        recompute: bool = False,
         most_tokens: int | None = None,
     ) -> None:
         encoded = ffi.new("char[]", os.fsencode(path))
@@ -105,6 +107,7 @@ class Trainer:
         wanted.modules = sum(1 << MODULES.index(name) for name in settings.modules)
         wanted.seed = settings.seed
         wanted.copies = base == "f32"
+        wanted.recompute = recompute
         wanted.most_tokens = most_tokens or pass_tokens(settings)
         made = ffi.new("laneway_trainer **")
         error = new_error()
