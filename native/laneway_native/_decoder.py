@@ -49,6 +49,9 @@ _MOST_TOKENS = 512
 _PAGE = 256
 """llama.cpp rounds cells up to a multiple of this, of each slot in split mode."""
 
+_PIECE = 2**20
+"""Bytes of a state that are copied at a time."""
+
 _FLOAT_MAX = 3.4e38
 
 _GOOD_GRAMMARS = 64
@@ -412,13 +415,13 @@ class LlamaDecoder:
         Raises :class:`DecodeError` if it has none.
         """
         handle = self.handle
-        state = b""
+        state: list[bytes] = []
         with trio.CancelScope(shield=True):
             state = await trio.to_thread.run_sync(self._copy_out, handle, slot, limiter=self._limiter)
         return functools.partial(_seal, state, self._fingerprint)
 
     @staticmethod
-    def _copy_out(handle: DecoderHandle, slot: int) -> bytes:
+    def _copy_out(handle: DecoderHandle, slot: int) -> list[bytes]:
         error = new_error()
         state = ffi.new("uint8_t **")
         size = ffi.new("size_t *")
@@ -426,7 +429,10 @@ class LlamaDecoder:
         if size[0] == 0:
             raise DecodeError(f"slot {slot} is empty: there is nothing to save")
         with _memory_for("a copy of the cells"):
-            return bytes(ffi.buffer(state[0], size[0]))
+            # In pieces, for each is copied under the interpreter's lock, which the event loop needs.
+            return [
+                ffi.buffer(state[0] + begin, min(_PIECE, size[0] - begin))[:] for begin in range(0, size[0], _PIECE)
+            ]
 
     async def verify(self, state: bytes) -> None:
         """Raise :class:`DecodeError` if the bytes are not whole, or of another model or setting."""
@@ -533,7 +539,7 @@ def check_grammar(model: Model, grammar: str) -> None:
     lib.laneway_sampler_free(out[0])
 
 
-async def _seal(state: bytes, print_: bytes) -> bytes:
+async def _seal(state: list[bytes], print_: bytes) -> bytes:
     def work() -> bytes:
         with _memory_for("a saved state"):
             return seal(state, print_)

@@ -13,8 +13,12 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from typing import TYPE_CHECKING
 
 from laneway.decoder import DecodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAGIC = b"LANEWAYS"
 VERSION = 1
@@ -31,11 +35,14 @@ def fingerprint(**facts: object) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
-def seal(state: bytes | memoryview, print_: bytes) -> bytes:
-    """The state of a context with this fingerprint, in its envelope."""
-    facts = _FACTS.pack(len(state), print_)
-    checksum = _CHECKSUM.pack(zlib.crc32(state, zlib.crc32(facts)))
-    return b"".join((_MARK.pack(MAGIC, VERSION), checksum, facts, state))
+def seal(state: Iterable[bytes], print_: bytes) -> bytes:
+    """The state of a context with this fingerprint, which comes in pieces, in its envelope."""
+    pieces = tuple(state)
+    facts = _FACTS.pack(sum(map(len, pieces)), print_)
+    checksum = zlib.crc32(facts)
+    for piece in pieces:
+        checksum = zlib.crc32(piece, checksum)
+    return b"".join((_MARK.pack(MAGIC, VERSION), _CHECKSUM.pack(checksum), facts, *pieces))
 
 
 def unseal(sealed: bytes, print_: bytes, *, checksum: bool = True) -> memoryview:

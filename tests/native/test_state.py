@@ -20,14 +20,16 @@ from tests.tiny_model import write_tiny_model
 PRINT = fingerprint(model="m", window=7)
 
 
-@given(st.binary(max_size=300))
-def test_what_was_sealed_comes_back(state: bytes) -> None:
-    assert bytes(unseal(seal(state, PRINT), PRINT)) == state
+@given(st.lists(st.binary(max_size=300)))
+def test_what_was_sealed_comes_back(pieces: list[bytes]) -> None:
+    state = b"".join(pieces)
+    assert bytes(unseal(seal(pieces, PRINT), PRINT)) == state
+    assert seal(pieces, PRINT) == seal([state], PRINT)
 
 
 @given(st.binary(max_size=100), st.data())
 def test_one_flipped_bit_is_found(state: bytes, data: st.DataObject) -> None:
-    damaged = bytearray(seal(state, PRINT))
+    damaged = bytearray(seal([state], PRINT))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(DecodeError, match="saved state"):
         unseal(bytes(damaged), PRINT)
@@ -35,7 +37,7 @@ def test_one_flipped_bit_is_found(state: bytes, data: st.DataObject) -> None:
 
 @given(st.binary(max_size=100), st.data())
 def test_a_missing_or_added_end_is_found(state: bytes, data: st.DataObject) -> None:
-    whole = seal(state, PRINT)
+    whole = seal([state], PRINT)
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(DecodeError, match="truncated"):
         unseal(whole[:cut], PRINT)
@@ -50,7 +52,7 @@ def test_any_bytes_are_refused(junk: bytes) -> None:
 
 
 def test_another_format_version_is_named() -> None:
-    other = bytearray(seal(b"state", PRINT))
+    other = bytearray(seal([b"sta", b"te"], PRINT))
     struct.pack_into("<I", other, len(MAGIC), 2)
     with pytest.raises(DecodeError, match="has format 2, this version reads 1"):
         unseal(bytes(other), PRINT)
@@ -58,7 +60,7 @@ def test_another_format_version_is_named() -> None:
 
 def test_another_fingerprint_is_refused() -> None:
     with pytest.raises(DecodeError, match="of another model, adapter or context setting"):
-        unseal(seal(b"state", fingerprint(model="n", window=7)), PRINT)
+        unseal(seal([b"state"], fingerprint(model="n", window=7)), PRINT)
 
 
 def test_a_fingerprint_tells_facts_apart() -> None:
@@ -103,7 +105,7 @@ async def test_a_state_that_llama_refuses_leaves_the_slot_empty(tiny: Model, kv_
         state = await saved(decoder, 0)
         for cut in (1, 100, len(state) - OVERHEAD - 20):
             with pytest.raises(DecodeError):
-                await decoder.load(1, seal(state[OVERHEAD:-cut], decoder.state_fingerprint), 1)
+                await decoder.load(1, seal([state[OVERHEAD:-cut]], decoder.state_fingerprint), 1)
             assert decoder.length(1) == 0
         for _ in range(3):
             await driver.decode()
@@ -230,7 +232,7 @@ def test_more_of_a_state_than_the_window_is_refused(tiny: Model) -> None:
             await decoder.step(StepBatch((Chunk(0, 0, tokens, False),)))
             state = await saved(decoder, 0)
         async with decoder_of(tiny, context_size=200) as smaller:
-            forged = seal(state[OVERHEAD:], smaller.state_fingerprint)
+            forged = seal([state[OVERHEAD:]], smaller.state_fingerprint)
             with pytest.raises(DecodeError, match="are more than the 50 of a slot"):
                 await smaller.load(0, forged, 60)
             assert smaller.length(0) == 0
