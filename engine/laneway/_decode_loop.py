@@ -225,9 +225,11 @@ class DecodeLoop:
 
     async def _execute(self, step: Step) -> None:
         if step.prefill:
-            tokens = self._streams[step.sequences[0]]
-            if tokens.first_chunk_at is None:
-                tokens.first_chunk_at = trio.current_time()
+            now = trio.current_time()
+            for sequence in step.sequences:
+                tokens = self._streams[sequence]
+                if tokens.first_chunk_at is None:
+                    tokens.first_chunk_at = now
         self._under_way = step
         try:
             result = await _beside(self.decoder.step(step.batch), self._deliver_beside)

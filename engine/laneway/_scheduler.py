@@ -7,11 +7,13 @@ Rule 2: nothing here does I/O, has a clock or imports Trio.  The decode loop mak
 
 The policy:
 
-- Decoding comes first.  A step is one token of every decoding sequence, or one chunk of one prompt.  Between two decode
+- Decoding comes first.  A step is a token of every decoding sequence, or a chunk of prompts.  Between two decode
   steps lies one chunk; nor, while a prompt is pending, does more than one decode step lie between two chunks.
 - But a burst of short prompts is taken in together: while many begin and few go on, prompts of one chunk follow each
   other for as long as an idle decoder may be busy with one.  A decode step that few sequences share is dear.
-- Prompts take turns, a chunk each, in ``(ticket, index)`` order (rule A15).  Chunks are sized by time (rule C9).
+- Prompts take turns, a chunk each, in ``(ticket, index)`` order (rule A15).  Chunks are sized by time (rule C9).  Where
+  the backend takes several prompts in one step, short ones share what time there is for one chunk: a pass over all
+  weights costs the same for one of them.
 - A free slot goes to the request that holds the fewest, then to the older one, inside it in input order (rule A15).
 - Prompt and answer together never exceed the window (rule A10).  The last token of an answer needs no cell.
 - Where steps are short a decode step makes several tokens of each stream, unless a prompt is pending.
@@ -148,7 +150,7 @@ class Step:
     batch: StepBatch
     sequences: tuple[Sequence, ...]
     prefill: bool
-    """True: one chunk of one prompt.  False: one token of each of ``sequences``."""
+    """True: a chunk of prompts.  False: one token of each of ``sequences``, or several in rounds."""
 
 
 @final
@@ -367,9 +369,9 @@ class Scheduler:
         if self._stale:
             self._refresh()
         if self._prefilling:
-            sequence, size = self._next_chunk()
-            if not self._streams or not self._chunk_was_last or self._burst_goes_on(sequence, size):
-                return self._prefill_step(sequence, size)
+            intake = self._next_intake()
+            if not self._streams or not self._chunk_was_last or self._burst_goes_on(intake):
+                return self._prefill_step(intake)
         if self._streams:
             return self._decode_step()
         return None
@@ -377,7 +379,7 @@ class Scheduler:
     def postprocess(self, step: Step, result: StepResult) -> list[Output]:
         """Take in what a step gave: its tokens, in chunk order, with their text and who has ended."""
         if step.prefill:
-            return self._take_chunk(step, result)
+            return self._take_chunks(step, result)
         rounds = (result.tokens, *result.later)
         outputs = []
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
@@ -542,25 +544,36 @@ class Scheduler:
             return 1
         return min(rounds, min(sequence.room - len(sequence.output) for _, sequence in self._streams))
 
-    def _prefill_step(self, sequence: Sequence, size: int) -> Step:
+    def _prefill_step(self, intake: list[tuple[Sequence, int]]) -> Step:
         self._chunk_was_last = True
-        self._last_prompt = sequence.key
-        start, end = sequence.computed, sequence.computed + size
-        assert sequence.slot is not None
-        chunk = Chunk(sequence.slot, start, sequence.prompt[start:end], end == len(sequence.prompt))
-        return Step(StepBatch((chunk,)), (sequence,), prefill=True)
+        self._last_prompt = intake[-1][0].key
+        intake.sort(key=lambda part: _slot_of(part[0]))
+        chunks = []
+        for sequence, size in intake:
+            start, end = sequence.computed, sequence.computed + size
+            chunks.append(Chunk(_slot_of(sequence), start, sequence.prompt[start:end], end == len(sequence.prompt)))
+        return Step(StepBatch(tuple(chunks)), tuple([sequence for sequence, _ in intake]), prefill=True)
 
-    def _next_chunk(self) -> tuple[Sequence, int]:
-        """The prompt whose turn it is, and how many of its tokens a chunk would take in."""
-        sequence = min([each for each in self._prefilling if each not in self._followers], key=self._turn)
-        remaining = len(sequence.prompt) - sequence.computed
-        rate = sequence.prefill_rate or self._rate
-        return sequence, self._policy.chunk_size(remaining, rate, len(self._streams))
+    def _next_intake(self) -> list[tuple[Sequence, int]]:
+        """The prompt whose turn it is, and how many of its tokens the next step would take in; then those beside it."""
+        first, *others = sorted([each for each in self._prefilling if each not in self._followers], key=self._turn)
+        rate = first.prefill_rate or self._rate
+        size = self._policy.chunk_size(_missing(first), rate, len(self._streams))
+        intake = [(first, size)]
+        if self._policy.joint_prompts and rate is not None and size == _missing(first):
+            together = size + sum(map(_missing, others))
+            room = self._policy.chunk_size(together, rate, len(self._streams)) - size
+            for other in others:
+                room -= _missing(other)
+                if room < 0:
+                    break  # whole or not at all: a prompt that was begun is no part of a burst
+                intake.append((other, _missing(other)))
+        return intake
 
-    def _burst_goes_on(self, sequence: Sequence, size: int) -> bool:
-        if self._rate is None or sequence.prefill_rate is not None or sequence.computed + size < len(sequence.prompt):
+    def _burst_goes_on(self, intake: list[tuple[Sequence, int]]) -> bool:
+        if self._rate is None or any(each.prefill_rate is not None or size < _missing(each) for each, size in intake):
             return False
-        seconds = self._intake + size / self._rate
+        seconds = self._intake + sum([size for _, size in intake]) / self._rate
         return self._policy.takes_in_burst(len(self._prefilling), len(self._streams), seconds)
 
     def _turn(self, sequence: Sequence) -> tuple[bool, tuple[int, int]]:
@@ -605,17 +618,19 @@ class Scheduler:
 
     # What their results mean
 
-    def _take_chunk(self, step: Step, result: StepResult) -> list[Output]:
-        (chunk,), (sequence,) = step.batch.chunks, step.sequences
-        sequence.computed += len(chunk.tokens)
+    def _take_chunks(self, step: Step, result: StepResult) -> list[Output]:
         self._intake += result.seconds
-        self._learn(sequence, len(chunk.tokens), result.seconds)
-        if not chunk.sample:
-            return []
-        self._prefilling.remove(sequence)
-        sequence.state = SequenceState.DECODING
-        self._stale = True
-        return [self._take_tokens(sequence, chunk.slot, (result.tokens,), result.logprobs.get(chunk.slot))]
+        self._learn(step, result.seconds)
+        outputs = []
+        for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
+            sequence.computed += len(chunk.tokens)
+            if chunk.sample:
+                self._prefilling.remove(sequence)
+                sequence.state = SequenceState.DECODING
+                self._stale = True
+                logprob = result.logprobs.get(chunk.slot)
+                outputs.append(self._take_tokens(sequence, chunk.slot, (result.tokens,), logprob))
+        return outputs
 
     def _take_tokens(
         self, sequence: Sequence, slot: int, rounds: tuple[Mapping[int, int], ...], logprob: TokenLogprob | None
@@ -648,7 +663,7 @@ class Scheduler:
         self._retire(sequence)
         return Output(sequence, taken, text, logprob, sequence.finish_reason, slot)
 
-    def _learn(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+    def _learn(self, step: Step, seconds: float) -> None:
         """Remember how fast a chunk was, for the size of the next one.
 
         A chunk of n tokens takes about a + b * n seconds, so n / seconds is too low a rate for longer chunks.  That is
@@ -660,12 +675,24 @@ class Scheduler:
         """
         if seconds <= 0.0:
             return  # too short for the clock: tells nothing
-        rate = sequence.prefill_rate = tokens / seconds
+        rate = sum([len(chunk.tokens) for chunk in step.batch.chunks]) / seconds
+        for sequence in step.sequences:
+            sequence.prefill_rate = rate
         if self._rate is None or rate > self._rate or seconds > self._policy.chunk_target / 2:
             self._rate = rate
 
 
 _input_order = attrgetter("index")
+
+
+def _missing(sequence: Sequence) -> int:
+    """Tokens of its prompt that are not in cells yet."""
+    return len(sequence.prompt) - sequence.computed
+
+
+def _slot_of(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot
 
 
 def _answered(sequence: Sequence) -> tuple[int, ...]:

@@ -107,11 +107,14 @@ class BatchPolicy:
     ``chunk_overrun`` of its target more where that fills a tile or ends its prompt: a short rest would cost a pass over
     all weights.
 
+    ``joint_prompts``: a step may take in several prompts at once, together no more than one chunk.
+
     A decode step makes several tokens of each sequence, at most ``rounds_max``, as many as take about ``rounds_target``
     seconds together: going from step to step costs time that is missed where steps are short.  With 0 it makes one.
     """
 
     contiguous: bool = False
+    joint_prompts: bool = False
     unified_kv: bool = True
     flash_attention: bool = True
     chunk_target: float = 0.1
@@ -185,7 +188,8 @@ class Chunk:
 
 @attrs.frozen
 class StepBatch:
-    """One native call: either one decode token of each of several slots, or one chunk of one prompt.
+    """One native call: either one decode token of each of several slots, or one chunk of one prompt or, with the
+    policy's ``joint_prompts``, of several.
 
     ``moves`` come first: ``(from, to)`` takes a whole sequence, sampler included, to an empty slot.  Chunks are in
     ascending order of their slots after the moves.  With more than one of ``rounds``, which only decode steps have, the

@@ -76,6 +76,8 @@ def plan(
         flash_attention = own_kernel or on_gpu or quantised_kv or 4 * heads * chunk_max * columns > MOST_SCORE_BYTES
     return BatchPolicy(
         contiguous=not unified and slots > 1,
+        # In split mode llama.cpp would make a pass for each length.
+        joint_prompts=unified and slots > 1,
         unified_kv=unified,
         flash_attention=flash_attention,
         chunk_target=chunk_target,

@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 import laneway
-from laneway.decoder import BatchPolicy
+from laneway.decoder import BatchPolicy, StepBatch
 from tests.engine.kit import GREEDY, Bench, Body, Generate, bench
 
 STEP = 0.1
@@ -17,11 +17,14 @@ SEVERAL = BatchPolicy(chunk_min=4, chunk_max=16, chunk_probe=8, rounds_target=10
 
 async def _in_a_long_step(b: Bench, streams: int) -> None:
     """Return within the first round of a step of ten rounds that has so many streams."""
-    while True:
-        last = b.decoder.history[-1] if b.decoder.history else None
-        if last is not None and last.name == "step" and last.detail.rounds == 10 and len(last.detail.chunks) == streams:
-            return
-        await trio.sleep(STEP / 4)
+    while (batch := _newest(b)) is None or (batch.rounds, len(batch.chunks)) != (10, streams):  # noqa: ASYNC110
+        await trio.sleep(STEP / 4)  # nothing tells of a step's begin
+
+
+def _newest(b: Bench) -> StepBatch | None:
+    """The batch of the newest call, if that was a step."""
+    batch = b.decoder.history[-1].detail if b.decoder.history else None
+    return batch if isinstance(batch, StepBatch) else None
 
 
 async def test_who_arrives_joins_after_the_round_under_way(autojump_clock: trio.testing.MockClock) -> None:
@@ -67,7 +70,7 @@ async def test_who_is_resumed_decodes_after_the_round_under_way(autojump_clock: 
             await _in_a_long_step(b, 1)
             asked = trio.current_time()
             b.model.decode_loop.resume(tokens)
-            while len(b.decoder.history[-1].detail.chunks) < 2:  # noqa: ASYNC110 - nothing tells of a step's begin
+            while (batch := _newest(b)) is None or len(batch.chunks) < 2:  # noqa: ASYNC110
                 await trio.sleep(STEP / 4)
             return trio.current_time() - asked
 

@@ -230,6 +230,51 @@ def test_a_prompt_of_several_chunks_is_no_part_of_a_burst() -> None:
     assert kinds(bench, 13) == "PDPPPDPDPDPDD"
 
 
+JOINT = BatchPolicy(joint_prompts=True)
+
+
+def parts(step: Step) -> list[tuple[int, int]]:
+    """The tickets of a step in slot order, and how many tokens each has in it."""
+    return [(each.ticket, len(chunk.tokens)) for each, chunk in zip(step.sequences, step.batch.chunks, strict=True)]
+
+
+def test_short_prompts_are_taken_in_together() -> None:
+    prompts = [seq(ticket, prompt=40) for ticket in range(1, 6)]
+    bench = Bench(*prompts, slots=5, policy=JOINT)
+    # The first chunk is a probe, and shows that there is time for all of them.
+    assert parts(bench.step()) == [(1, 32)]
+    assert parts(bench.step()) == [(1, 8), (2, 40), (3, 40), (4, 40), (5, 40)]
+    assert all(each.output == [LETTER] for each in prompts)
+    assert kinds(bench, 1) == "D"
+
+
+def test_prompts_that_share_a_step_take_no_longer_than_one_chunk() -> None:
+    bench = Bench(seq(1), slots=6, policy=JOINT)
+    bench.step(seconds=0.004)  # a millisecond a token: a hundred fill the target beside a stream
+    for ticket in range(2, 6):
+        bench.scheduler.add(seq(ticket, prompt=40))
+    step = bench.next()
+    assert parts(step) == [(2, 40), (3, 40)]
+    bench.finish(step, seconds=0.08)
+    # Two prompts for three streams: the burst goes on.
+    assert parts(bench.next()) == [(4, 40), (5, 40)]
+
+
+def test_a_prompt_that_does_not_fit_beside_others_is_taken_in_alone() -> None:
+    bench = Bench(seq(1), slots=6, policy=JOINT)
+    bench.step(seconds=0.004)
+    for ticket, prompt in [(2, 40), (3, 400), (4, 40)]:
+        bench.scheduler.add(seq(ticket, prompt=prompt))
+    taken = []
+    for _ in range(5):
+        step = bench.next()
+        seconds = sum(len(chunk.tokens) for chunk in step.batch.chunks) / 1000
+        bench.finish(step, seconds=seconds)
+        if step.prefill:
+            taken.append(parts(step))
+    assert taken == [[(2, 40)], [(3, 96)], [(4, 40)]]
+
+
 def test_a_prompt_pending_beside_idle_slots_has_every_step() -> None:
     assert kinds(Bench(seq(1, prompt=64), policy=BatchPolicy(chunk_max=16)), 5) == "PPPPD"
 

@@ -69,6 +69,24 @@ async def test_chunks_of_a_prompt_equal_the_whole(tiny: Model, mode: dict[str, A
         assert len(set(whole)) > 4  # it wanders, or equality would mean little
 
 
+async def test_prompts_that_share_a_step_give_the_tokens_of_prompts_alone(tiny: Model) -> None:
+    given_prompts = prompts(tiny, 4)
+    assert len({len(prompt) for prompt in given_prompts}) > 1
+    async with decoder_of(tiny, kv_mode="unified") as decoder:
+        assert decoder.policy.joint_prompts
+        alone = [await answer(decoder, prompt, 8) for prompt in given_prompts]
+        driver = Driver(decoder)
+        chunks = []
+        for slot, prompt in enumerate(given_prompts):
+            decoder.open(slot, GREEDY, prompt)
+            chunks.append(Chunk(slot, 0, prompt, True))
+        result = await decoder.step(StepBatch(tuple(chunks)))
+        driver.tokens = {slot: [*prompt, result.tokens[slot]] for slot, prompt in enumerate(given_prompts)}
+        for _ in range(7):
+            await driver.decode()
+        assert [driver.tokens[slot][len(prompt) :] for slot, prompt in enumerate(given_prompts)] == alone
+
+
 @in_every_mode
 async def test_several_rounds_of_a_step_give_the_tokens_of_as_many_steps(tiny: Model, mode: dict[str, Any]) -> None:
     samplings = [

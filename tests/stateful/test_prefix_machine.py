@@ -67,11 +67,13 @@ class PrefixRules(RuleBasedStateMachine):
         least=st.integers(1, 4),
         largest=st.integers(4, 12),
         rounds=st.sampled_from([0.0, 5.0]),
+        joint=st.booleans(),
     )
-    def open(self, slots: int, window: int, least: int, largest: int, rounds: float) -> None:
+    def open(self, slots: int, window: int, least: int, largest: int, rounds: float, joint: bool) -> None:
         self.window = window
         self.least = least
         policy = BatchPolicy(
+            joint_prompts=joint,
             chunk_quantum=1,
             chunk_min=least,
             chunk_max=largest,
@@ -442,7 +444,13 @@ async def states_of_before() -> list[laneway.SavedState]:
 async def work(plan: Plan, *, prefix_cache: bool) -> tuple[list[laneway.Answer | None], int]:
     """The answers of those that were neither cancelled nor in a step that failed, and the prompt tokens computed."""
     policy = BatchPolicy(
-        chunk_quantum=2, chunk_min=2, chunk_max=6, chunk_probe=4, rounds_target=plan.rounds, rounds_max=3
+        joint_prompts=True,
+        chunk_quantum=2,
+        chunk_min=2,
+        chunk_max=6,
+        chunk_probe=4,
+        rounds_target=plan.rounds,
+        rounds_max=3,
     )
     answers: list[laneway.Answer | None] = [None] * len(plan.turns)
     states = await states_of_before()

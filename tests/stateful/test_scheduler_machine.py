@@ -102,15 +102,16 @@ class SchedulerRules(RuleBasedStateMachine):
     @initialize(
         slots=st.integers(1, 6),
         window=st.integers(2, 40),
-        contiguous=st.sampled_from([True, True, False]),
+        kv=st.sampled_from(["contiguous", "contiguous", "any slots", "joint", "joint"]),
         quantum=st.integers(1, 3),
         largest=st.integers(3, 12),
         rounds=st.sampled_from([0.0, 0.5, 5.0]),
     )
-    def open(self, slots: int, window: int, contiguous: bool, quantum: int, largest: int, rounds: float) -> None:
+    def open(self, slots: int, window: int, kv: str, quantum: int, largest: int, rounds: float) -> None:
         self.window = window
         self.policy = BatchPolicy(
-            contiguous=contiguous,
+            contiguous=kv == "contiguous",
+            joint_prompts=kv == "joint",
             chunk_quantum=quantum,
             chunk_min=quantum,
             chunk_max=largest,
@@ -418,22 +419,22 @@ class SchedulerRules(RuleBasedStateMachine):
             assert consecutive or after == set(range(len(after)))
 
     def _check_chunk(self, step: Step, jobs: list[Job]) -> None:
-        (chunk,), (job,) = step.batch.chunks, jobs
-        pending = sorted(self._pending(), key=lambda job: job.key)
-        later = [job for job in pending if job.key > self.last_prompt]
-        assert job is (later or pending)[0]
-        self.last_prompt = job.key
-        prompt, end = job.sequence.prompt, chunk.position + len(chunk.tokens)
-        assert list(chunk.tokens) == list(prompt[chunk.position : end])
-        assert chunk.sample is (end == len(prompt))
-        assert len(chunk.tokens) <= self.policy.chunk_max
-        assert chunk.sample or len(chunk.tokens) % self.policy.chunk_quantum == 0
+        pending = sorted(self._pending(), key=lambda job: (job.key <= self.last_prompt, job.key))
+        assert {job.key for job in jobs} == {job.key for job in pending[: len(jobs)]}
+        self.last_prompt = pending[len(jobs) - 1].key
+        assert len(jobs) == 1 or self.policy.joint_prompts
+        for chunk, job in zip(step.batch.chunks, jobs, strict=True):
+            prompt, end = job.sequence.prompt, chunk.position + len(chunk.tokens)
+            assert list(chunk.tokens) == list(prompt[chunk.position : end])
+            assert chunk.sample is (end == len(prompt))
+            assert chunk.sample or (len(jobs) == 1 and len(chunk.tokens) % self.policy.chunk_quantum == 0)
+        assert sum(len(chunk.tokens) for chunk in step.batch.chunks) <= self.policy.chunk_max
 
     def _check_burst(self, step: Step) -> None:
         """A chunk that follows another although somebody waits for a decode step."""
-        (chunk,) = step.batch.chunks
-        assert chunk.sample
-        assert len(self.all[step.sequences[0]].cells) == chunk.position
+        for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
+            assert chunk.sample
+            assert chunk.position == sequence.cached  # not begun before
         assert 2 * len(self._pending()) >= len(self._streams())
         assert self.intake < self.policy.idle_chunk_target
 

@@ -534,6 +534,24 @@ async def test_a_step_ends_with_the_round_that_it_is_in(autojump_clock: trio.tes
     assert len(decoder.cells(0)) == 2 + 3
 
 
+async def test_prompts_are_taken_in_together_where_the_policy_says_so(autojump_clock: trio.testing.MockClock) -> None:
+    policy = BatchPolicy(joint_prompts=True, chunk_max=8)
+    decoder = ScriptedDecoder(3, 40, policy=policy, seconds_per_step=1.0)
+    for slot, prompt in enumerate([[1, 2], [3, 4, 5], [6, 7, 8, 9, 10, 11]]):
+        decoder.open(slot, GREEDY, prompt)
+    both = StepBatch((Chunk(0, 0, [1, 2], True), Chunk(1, 0, [3, 4, 5], True)))
+    result = await decoder.step(both)
+    for slot, prompt in enumerate([[1, 2], [3, 4, 5]]):
+        assert result.tokens[slot] == decoder.expected(prompt, GREEDY).tokens[0]
+    assert decoder.statistics().prefill_steps == 1
+    with pytest.raises(ProtocolViolation, match="in one step with other slots"):
+        await decoder.step(StepBatch((Chunk(0, 2, [1], True), Chunk(2, 0, [6], False))))
+    decoder.drop(0)
+    decoder.open(0, GREEDY, [1] * 5)
+    with pytest.raises(ProtocolViolation, match="a step of 9 tokens of prompts: chunks have at most 8 tokens"):
+        await decoder.step(StepBatch((Chunk(0, 0, [1] * 5, True), Chunk(2, 0, [6, 7, 8, 9], False))))
+
+
 # Misuse.
 
 

@@ -555,9 +555,21 @@ class ScriptedDecoder:
         if batch.rounds < 1:
             self._violate(f"a step of {batch.rounds} rounds")
         for chunk in batch.chunks:
-            self._check_chunk(chunk, slots, batch.rounds, alone=len(order) == 1)
+            self._check_chunk(chunk, slots, batch.rounds)
+        self._check_company(batch, slots)
 
-    def _check_chunk(self, chunk: Chunk, slots: list[_Slot], rounds: int, *, alone: bool) -> None:
+    def _check_company(self, batch: StepBatch, slots: list[_Slot]) -> None:
+        prompts = [slots[chunk.slot].sampler.prompt for chunk in batch.chunks]  # type: ignore[union-attr]
+        starts = [chunk.position < len(prompt) for chunk, prompt in zip(batch.chunks, prompts, strict=True)]
+        if not any(starts):
+            return
+        if not (all(starts) and (len(starts) == 1 or self._policy.joint_prompts)):
+            first = prompts[starts.index(True)]
+            self._violate(f"a part of a prompt ({len(first)} tokens) in one step with other slots")
+        if (total := sum(len(chunk.tokens) for chunk in batch.chunks)) > self._policy.chunk_max:
+            self._violate(f"a step of {total} tokens of prompts: chunks have at most {self._policy.chunk_max} tokens")
+
+    def _check_chunk(self, chunk: Chunk, slots: list[_Slot], rounds: int) -> None:
         where = f"a chunk of {len(chunk.tokens)} tokens at position {chunk.position} of slot {chunk.slot}"
         if not 0 <= chunk.slot < len(slots):
             self._violate(f"{where}: slots are 0 to {len(slots) - 1}")
@@ -581,10 +593,6 @@ class ScriptedDecoder:
             if len(chunk.tokens) != 1:
                 self._violate(f"{where}: decoding is by one token, the prompt has {prompt}")
             return
-        if not alone:
-            self._violate(f"{where}: a part of a prompt ({prompt} tokens) in one step with other slots")
-        if len(chunk.tokens) > self._policy.chunk_max:
-            self._violate(f"{where}: chunks have at most {self._policy.chunk_max} tokens")
         if end > prompt:
             self._violate(f"{where}: beyond the prompt's {prompt} tokens")
         if chunk.sample and end < prompt:

@@ -242,6 +242,7 @@ class EngineHarness:
         policy = BatchPolicy(
             contiguous=load.contiguous,
             unified_kv=not load.contiguous,
+            joint_prompts=not load.contiguous,
             chunk_quantum=4,
             chunk_min=4,
             chunk_max=8,
