@@ -51,6 +51,7 @@ PURE_STANDARD_LIBRARY = {
     "struct",
     "typing",
     "unicodedata",
+    "zlib",
 }
 
 PUBLIC = {"laneway", "laneway.decoder", "laneway.hookspecs", "laneway.testing", "laneway.validators"}

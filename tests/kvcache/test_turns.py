@@ -682,7 +682,7 @@ async def test_a_turn_commits_once(disk: Directory) -> None:
         assert turn.report is not None
         assert turn.report.ended == "commit"
         async with laneway.CacheTurn(plan, [1, 2, 3], lambda key: True) as turn:
-            assert turn.state == laneway.SavedState((1, 2), b"state")
+            assert turn.state == laneway.SavedState((1, 2), b"state", verified=True)
         assert turn.report is not None
         assert (turn.report.ended, turn.report.reason) == ("release", "it ended without a commit")
         plan.gate.leave()

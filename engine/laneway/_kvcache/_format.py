@@ -7,13 +7,14 @@ Little-endian::
     facts         u32: bytes of the facts
     tokens        u32: how many
     state         u64: bytes of the state
+    checksum      u32: CRC-32 of the state
     digest        16 bytes: of all that comes before the state, the digest itself left out
-    digest        16 bytes: of the state
     facts         JSON: key, model, fingerprint, digests of the history
     tokens        u32 each
     state         what the decoder saved, to the end of the file
 
-Whatever is not exactly that is a miss, never an error: such a file is worth no more than none.
+Whatever is not exactly that is a miss, never an error: such a file is worth no more than none.  The checksum is against
+damage, not against malice, and it has a part in the time to the first token: a state may have a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import zlib
 from typing import Any
 
 import attrs
@@ -28,9 +30,9 @@ import attrs
 MARK = b"LANEWAYK"
 FORMAT = 1
 
-_MARK = struct.Struct("<8sIIIQ")
+_MARKS = struct.Struct("<8sIIIQI")
 _DIGEST = 16
-PREAMBLE = _MARK.size + 2 * _DIGEST
+PREAMBLE = _MARKS.size + _DIGEST
 """Bytes that say how many there are."""
 _MAX_FACTS = 2**24
 _MAX_TOKENS = 2**26
@@ -62,7 +64,8 @@ class Head:
     size: int
     """Bytes before the state."""
     state_size: int
-    state_digest: bytes
+    checksum: int
+    """Of the state."""
 
 
 @attrs.frozen
@@ -72,9 +75,9 @@ class Preamble:
     facts: int
     tokens: int
     state: int
-    head_digest: bytes
-    state_digest: bytes
+    checksum: int
     marks: bytes
+    digest: bytes
 
     @property
     def head(self) -> int:
@@ -82,8 +85,8 @@ class Preamble:
         return self.facts + 4 * self.tokens
 
 
-def digest_of(*parts: bytes | memoryview) -> bytes:
-    """What damage is found by."""
+def digest_of(*parts: bytes) -> bytes:
+    """What damage to the head is found by."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
     for part in parts:
         digest.update(part)
@@ -100,25 +103,22 @@ def pack_head(facts: Facts, state: bytes) -> bytes:
     }
     encoded = json.dumps(text, separators=(",", ":")).encode()
     tokens = struct.pack(f"<{len(facts.tokens)}I", *facts.tokens)
-    marks = _MARK.pack(MARK, FORMAT, len(encoded), len(facts.tokens), len(state))
-    state_digest = digest_of(state)
-    return b"".join((marks, digest_of(marks, state_digest, encoded, tokens), state_digest, encoded, tokens))
+    marks = _MARKS.pack(MARK, FORMAT, len(encoded), len(facts.tokens), len(state), zlib.crc32(state))
+    return b"".join((marks, digest_of(marks, encoded, tokens), encoded, tokens))
 
 
 def parse_preamble(data: bytes, file_size: int) -> Preamble:
     """The first :data:`PREAMBLE` bytes of a file.  Raises :class:`Miss`."""
     if len(data) < PREAMBLE:
         raise Miss("the file is truncated" if data else "the file is empty")
-    mark, version, facts, tokens, state = _MARK.unpack_from(data)
+    mark, version, facts, tokens, state, checksum = _MARKS.unpack_from(data)
     if mark != MARK:
         raise Miss("the file is no cache")
     if version != FORMAT:
         raise Miss(f"the file has format {version}, and this version reads {FORMAT}")
     if facts > _MAX_FACTS or tokens > _MAX_TOKENS:
         raise Miss("the file is damaged: it claims more than a cache can have")
-    preamble = Preamble(
-        facts, tokens, state, data[_MARK.size : -_DIGEST], data[PREAMBLE - _DIGEST : PREAMBLE], data[: _MARK.size]
-    )
+    preamble = Preamble(facts, tokens, state, checksum, data[: _MARKS.size], data[_MARKS.size : PREAMBLE])
     wanted = PREAMBLE + preamble.head + state
     if file_size != wanted:
         raise Miss(f"the file is truncated or damaged: it has {file_size} bytes and should have {wanted}")
@@ -127,7 +127,7 @@ def parse_preamble(data: bytes, file_size: int) -> Preamble:
 
 def parse_head(preamble: Preamble, data: bytes) -> Head:
     """The bytes between the preamble and the state.  Raises :class:`Miss`."""
-    if digest_of(preamble.marks, preamble.state_digest, data) != preamble.head_digest or len(data) != preamble.head:
+    if len(data) != preamble.head or digest_of(preamble.marks, data) != preamble.digest:
         raise Miss("the file is damaged: the checksum of its head is wrong")
     try:
         text = json.loads(data[: preamble.facts])
@@ -141,12 +141,12 @@ def parse_head(preamble: Preamble, data: bytes) -> Head:
     except (ValueError, KeyError, TypeError) as error:
         # Whole, and yet not of ours: another program has used our mark.
         raise Miss(f"the file is no cache: {error}") from None
-    return Head(facts, PREAMBLE + preamble.head, preamble.state, preamble.state_digest)
+    return Head(facts, PREAMBLE + preamble.head, preamble.state, preamble.checksum)
 
 
 def check_state(head: Head, state: bytes) -> None:
     """Raises :class:`Miss` if ``state`` is not what was written."""
-    if len(state) != head.state_size or digest_of(state) != head.state_digest:
+    if len(state) != head.state_size or zlib.crc32(state) != head.checksum:
         raise Miss("the file is damaged: the checksum of its state is wrong")
 
 
