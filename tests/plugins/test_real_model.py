@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -21,11 +22,13 @@ STORIES = [
 
 
 @asynccontextmanager
-async def smollm2(parallel: int) -> AsyncIterator[laneway.Model]:
+async def smollm2(parallel: int, **options: Any) -> AsyncIterator[laneway.Model]:
     pytest.importorskip("laneway_native", reason="the native part is not built (make build)", exc_type=ImportError)
     async with laneway.open_engine() as engine:
         try:
-            model = await engine.load_model("smollm2", parallel=parallel, context_size=512 * parallel, threads=1)
+            model = await engine.load_model(
+                "smollm2", parallel=parallel, context_size=512 * parallel, threads=1, **options
+            )
         except ModelLoadError as error:
             if "laneway pull" not in str(error):
                 raise
@@ -79,7 +82,8 @@ async def test_four_completions_overlap() -> None:
 
 
 async def test_the_model_s_own_chat_template_is_used() -> None:
-    async with smollm2(1) as model:
+    # A prompt that begins with cells of another is rounded otherwise, so here each is computed whole.
+    async with smollm2(1, prefix_cache=False) as model:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
         spelled = (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
@@ -97,7 +101,7 @@ async def test_cancelling_one_of_two_batches_leaves_the_other_going() -> None:
     async with smollm2(4) as model:
         going = Timeline()
         async with (
-            batch.stream(model, STORIES, max_tokens=40, logit_bias=no_end(model)) as stays,
+            batch.stream(model, STORIES, max_tokens=160, logit_bias=no_end(model)) as stays,
             batch.stream(model, STORIES, max_tokens=400, logit_bias=no_end(model), request_id="goes") as goes,
         ):
             async with trio.open_nursery() as nursery:
@@ -114,7 +118,7 @@ async def test_cancelling_one_of_two_batches_leaves_the_other_going() -> None:
                 await model.engine.wait_ended("goes")
             outcomes = await stays.result()
         assert [outcome.stop_reason for outcome in outcomes] == ["length"] * 4
-        assert all(len(outcome.tokens) == 40 for outcome in outcomes)
+        assert all(len(outcome.tokens) == 160 for outcome in outcomes)
         assert going.times[-1] > cancelled_at
 
 
