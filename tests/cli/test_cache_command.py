@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -104,7 +105,8 @@ def test_K6_prune_takes_sizes_and_times_with_units(caches: KVCaches) -> None:
     new = put(caches, "", "new", size=1_500_000)
     assert run("prune").stderr == "deleted 0 caches, 0 B\n"
     result = run("prune", "--max-idle", "2h")
-    assert (result.exit_code, result.stdout) == (0, "deleted an automatic cache on old (1.3 kB)\n")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"deleted an automatic cache on old \(1\.\d kB\)\n", result.stdout)
     assert run("prune", "--max-size", "1.6MB").stdout == ""
     os.utime(new, (time.time() - 90, time.time() - 90))
     assert run("prune", "--max-size", "1600 kb", "--max-idle", "1.5d").stdout == ""
