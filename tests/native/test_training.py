@@ -401,34 +401,29 @@ def test_memory_decides_what_is_kept(tmp_path: Path) -> None:
     header = check_gguf(path)
     settings = Settings(rank=4, context_length=256)
 
-    def planned(free: int, settings: Settings = settings) -> tuple[str, bool]:
-        found = plan(header, settings, free=free)
+    def planned(free: int, base: Literal["auto", "f32", "native"]) -> tuple[str, bool]:
+        found = plan(header, attrs.evolve(settings, base=base), free=free)
         return found.base, found.recompute
 
-    quick = plan(header, settings, free=1 << 40)
-    assert (quick.base, quick.recompute, quick.mapped < quick.copied) == ("f32", False, True)
-    assert planned(2 * quick.total) == ("f32", False)
-    small = plan(header, settings, free=2 * quick.total - 1)
+    small = plan(header, settings, free=1 << 40)
     assert (small.base, small.recompute, small.copied) == ("native", False, 0)
-    assert planned(small.total) == ("native", False)
-    smallest = plan(header, settings, free=small.total - 1)
-    assert (smallest.base, smallest.recompute) == ("native", True)
-    assert smallest.activations < small.activations / 2
-    # What was asked for stays.
-    copied = attrs.evolve(settings, base="f32")
-    assert planned(quick.total, copied) == ("f32", False)
-    assert planned(quick.total - 1, copied) == ("f32", True)
-    native = attrs.evolve(settings, base="native")
-    assert planned(1 << 40, native) == ("native", False)
-    assert estimate(header, native) == small.total
+    assert planned(small.total, "auto") == planned(small.total, "native") == ("native", False)
+    assert planned(small.total - 1, "auto") == planned(small.total - 1, "native") == ("native", True)
+    assert plan(header, settings, free=0).activations < small.activations / 2
+    copied = plan(header, attrs.evolve(settings, base="f32"), free=1 << 40)
+    assert copied.copied > small.mapped > copied.mapped
+    assert copied.total > small.total
+    assert planned(copied.total, "f32") == ("f32", False)
+    assert planned(copied.total - 1, "f32") == ("f32", True)
+    assert estimate(header, settings) == small.total
 
 
 def test_more_to_keep_takes_more(tmp_path: Path) -> None:
-    header = check_gguf(write_model(tmp_path / "m.gguf"))
-    small = plan(header, Settings(rank=4, context_length=256))
-    assert plan(header, Settings(rank=4, context_length=512)).activations > small.activations
-    assert plan(header, Settings(rank=4, context_length=512), longest=100).activations == small.activations
-    assert plan(header, Settings(rank=8, context_length=256)).state == 2 * small.state
+    header = check_gguf(write_model(tmp_path / "m.gguf", context=2048))
+    small = plan(header, Settings(rank=4, context_length=512))
+    assert plan(header, Settings(rank=4, context_length=1024)).activations > small.activations
+    assert plan(header, Settings(rank=4, context_length=1024), longest=100).activations == small.activations
+    assert plan(header, Settings(rank=8, context_length=512)).state == 2 * small.state
 
 
 @pytest.mark.parametrize(

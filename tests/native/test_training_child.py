@@ -73,10 +73,10 @@ def test_a_whole_run(start: Start, job: Job) -> None:
     events = child.events()
     status, log = child.end()
     assert status == 0, log
-    assert "1 threads on a f32 base" in log
+    assert "1 threads on a native base" in log
     (begun,) = of(Started, events)
     assert events[0] == begun
-    assert (begun.steps, begun.start_step, begun.base) == (12, 0, "f32")
+    assert (begun.steps, begun.start_step, begun.base) == (12, 0, "native")
     steps = of(Step, events)
     assert [(step.epoch, step.step) for step in steps] == [(at // 4, at + 1) for at in range(12)]
     assert [step.learning_rate for step in steps] == [job.settings.rate_at(at, 12) for at in range(1, 13)]
@@ -242,7 +242,7 @@ def test_the_memory_estimate_bounds_the_child_s_and_is_near_it(
 ) -> None:
     settings = Settings(rank=16, batch=2, epochs=1000, threads=1, context_length=256, base=base, schedule="constant")
     path = write_model(tmp_path / "m.gguf", types=["Q8_0"], embd=512, ff=1024, layers=3, n_vocab=4096)
-    # As much as fits: two passes of 255 tokens, of which every prediction counts.
+    # As much as fits into one pass, and every prediction counts.
     samples = [sample([5 + (7 * place + each) % 380 for place in range(256)]) for each in range(2)]
     job = Job(
         model=str(path),

@@ -105,6 +105,6 @@ async def test_it_learns_to_answer_in_a_form(start: Start, path: Path, tmp_path:
 
 def test_the_estimate_needs_no_weights(path: Path) -> None:
     header = check_gguf(path)
-    small = estimate(header, Settings(base="native", context_length=256))
+    small = estimate(header, Settings(base="native", context_length=512))
     large = estimate(header, attrs.evolve(Settings(base="native"), context_length=2048))
     assert small < large

@@ -93,7 +93,7 @@ class Settings:
     threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(_whole(1, 1024)))
     """None: the physical cores that this process may use."""
     base: Literal["auto", "f32", "native"] = attrs.field(default="auto", validator=_one_of(*BASES))
-    """The base model's weights while training: a copy in F32, as the file has them, or what memory allows."""
+    """The base model's weights while training: a copy in F32, or as the file has them, which ``auto`` is too."""
     checkpoint_every: int = attrs.field(default=50, validator=_whole(1, 1 << 31))
     """Steps from one checkpoint to the next."""
 

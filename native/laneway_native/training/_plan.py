@@ -63,20 +63,15 @@ def plan(
 ) -> Plan:
     """What a run would take.  ``longest``: tokens of the longest sequence, if that is known.
 
-    ``free``: bytes that there are (None: as the system says now, and no bound if it does not say).  A base ``auto``
-    becomes ``f32`` where the run then fits into half of them, else ``native``; layers are computed twice where it would
-    not fit otherwise.  Raises :class:`TrainingError` of kind ``model`` if the model cannot be trained.
+    ``free``: bytes that there are (None: as the system says now, and no bound if it does not say).  Layers are computed
+    twice where the run would not fit otherwise.  A base ``auto`` becomes ``native``: where passes are full, a copy in
+    F32 takes several times the memory and saves no time that could be measured.  Raises :class:`TrainingError` of kind
+    ``model`` if the model cannot be trained.
     """
-    if free is None:
-        free = available().now
-    if settings.base != "native":
-        quick = _plan(header, settings, "f32", longest)
-        # Matrices that need no unpacking save a part of the time, a third at most where passes are short, and take
-        # several times the memory.
-        if free is None or quick.total <= (free // 2 if settings.base == "auto" else free):
-            return quick
     base: Literal["f32", "native"] = "f32" if settings.base == "f32" else "native"
     found = _plan(header, settings, base, longest)
+    if free is None:
+        free = available().now
     if free is None or found.total <= free:
         return found
     return _plan(header, settings, base, longest, recompute=True)

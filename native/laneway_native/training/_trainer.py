@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from laneway_native._llama import Error, TrainerHandle
 
-SMALLEST_PASS = 256
+SMALLEST_PASS = 512
 """Tokens that one pass has room for, at least: shorter sequences share a pass, which is quicker than one each."""
 
 _KINDS = {
