@@ -106,6 +106,10 @@ foreach(library IN LISTS LANEWAY_LLAMA_LIBRARIES)
     if(NOT kind STREQUAL "MODULE_LIBRARY")
         set_property(TARGET ${library} PROPERTY OUTPUT_NAME "laneway-${library}")
     endif()
+    if(library STREQUAL "ggml-base" AND NOT MSVC)
+        target_compile_options(${library} PRIVATE
+            "$<$<COMPILE_LANGUAGE:C>:SHELL:-include \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/ggml_pages.h\">")
+    endif()
     if(library MATCHES "^ggml-cpu" AND NOT MSVC)
         target_compile_options(${library} PRIVATE
             "$<$<COMPILE_LANGUAGE:C>:SHELL:-include \"${CMAKE_CURRENT_SOURCE_DIR}/cmake/ggml_wait.h\">")
