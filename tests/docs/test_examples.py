@@ -109,11 +109,6 @@ async def open_room(
     loader.assert_idle()
 
 
-@pytest.fixture(autouse=True)
-def _fast(autojump_clock: MockClock) -> None:
-    """No test here waits for real."""
-
-
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedLoader]:
     """Lets programs that open an engine of their own find scripted models, whose answers never end by themselves."""
@@ -131,7 +126,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedLoader]:
 
 @pytest.mark.parametrize("name", ["answer", "stream"])
 async def test_programs_of_the_tutorial(
-    name: str, scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str]
+    name: str, scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str], autojump_clock: MockClock
 ) -> None:
     await load(DOCS / "tutorial" / f"{name}.py").main("scripted:model")
     text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
@@ -140,7 +135,7 @@ async def test_programs_of_the_tutorial(
 
 
 async def test_the_program_of_the_page_about_embedding(
-    scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str], autojump_clock: MockClock
 ) -> None:
     await load(DOCS / "examples" / "embedding.py").main("scripted:model")
     sentence, late, batch, queue, busy, ends = capsys.readouterr().out.rstrip().rsplit("\n", 5)
@@ -161,10 +156,10 @@ async def test_the_program_of_the_page_about_conversations(
     assert len("".join(said)) > 100
     assert int(re.fullmatch(r"freed (\d+) bytes", freed)[1]) > 1000  # type: ignore[index]
     assert re.fullmatch(r"\d+ of \d+ tokens were there \(no cache begins with this history\); commit", first)
-    assert re.fullmatch(r"[1-9]\d* of \d+ tokens were there; commit", second)
+    assert re.fullmatch(r"[1-9]\d* of \d+ tokens were there( \(a slot in memory has .*\))?; commit", second)
 
 
-async def test_embedding_stops_everything_of_a_kind(scripted: ScriptedLoader) -> None:
+async def test_embedding_stops_everything_of_a_kind(scripted: ScriptedLoader, autojump_clock: MockClock) -> None:
     embedding = load(DOCS / "examples" / "embedding.py")
     reasons = []
 
@@ -187,7 +182,7 @@ async def test_embedding_stops_everything_of_a_kind(scripted: ScriptedLoader) ->
 
 
 async def test_quickstart_cancels_the_story_and_answers_the_rest(
-    scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedLoader, capsys: pytest.CaptureFixture[str], autojump_clock: MockClock
 ) -> None:
     await quickstart.main("scripted:model")
     text = capsys.readouterr().out
@@ -214,7 +209,7 @@ def test_quickstart_on_the_real_model() -> None:
 # The chat server.
 
 
-async def test_chat_is_answered_bit_by_bit_and_remembered() -> None:
+async def test_chat_is_answered_bit_by_bit_and_remembered(autojump_clock: MockClock) -> None:
     async with open_room() as room:
         guest = room.enter()
         await guest.say("Hello")
@@ -225,7 +220,7 @@ async def test_chat_is_answered_bit_by_bit_and_remembered() -> None:
         assert await guest.hear_answer() == "3: And now?"
 
 
-async def test_chats_of_two_connections_are_apart() -> None:
+async def test_chats_of_two_connections_are_apart(autojump_clock: MockClock) -> None:
     async with open_room() as room:
         one, other = room.enter(), room.enter()
         await one.say("Hello")
@@ -234,14 +229,14 @@ async def test_chats_of_two_connections_are_apart() -> None:
         assert await other.hear_answer() == "1: Good day"
 
 
-async def test_new_begins_a_new_chat() -> None:
+async def test_new_begins_a_new_chat(autojump_clock: MockClock) -> None:
     async with open_room() as room:
         guest = room.enter()
         await guest.say("Hello", "/new", "Good day")
         assert [await guest.hear_answer(), await guest.hear_answer()] == ["1: Hello", "1: Good day"]
 
 
-async def test_stats_are_the_snapshot() -> None:
+async def test_stats_are_the_snapshot(autojump_clock: MockClock) -> None:
     async with open_room() as room:
         guest = room.enter()
         await guest.say("/stats")
@@ -250,7 +245,7 @@ async def test_stats_are_the_snapshot() -> None:
         assert stats["lanes"][0]["cap"] == 2
 
 
-async def test_hanging_up_cancels_the_request() -> None:
+async def test_hanging_up_cancels_the_request(autojump_clock: MockClock) -> None:
     async with open_room(**ENDLESS) as room:
         guest = room.enter()
         await guest.say("Talk")
@@ -261,7 +256,7 @@ async def test_hanging_up_cancels_the_request() -> None:
         assert (room.lane.running, room.lane.waiting) == ((), ())
 
 
-async def test_a_waiter_knows_its_place_and_gives_it_up_by_hanging_up() -> None:
+async def test_a_waiter_knows_its_place_and_gives_it_up_by_hanging_up(autojump_clock: MockClock) -> None:
     async with open_room(parallel=1, **ENDLESS) as room:
         first, second, third = room.enter(), room.enter(), room.enter()
         for guest, heard in ((first, "text"), (second, "waiting"), (third, "waiting")):
@@ -275,7 +270,7 @@ async def test_a_waiter_knows_its_place_and_gives_it_up_by_hanging_up() -> None:
         assert "text" in await third.hear()
 
 
-async def test_a_full_queue_is_told_and_the_connection_lives_on() -> None:
+async def test_a_full_queue_is_told_and_the_connection_lives_on(autojump_clock: MockClock) -> None:
     async with open_room(parallel=1, queue_limit=0, script={}) as room:
         busy, late = room.enter(), room.enter()
         await busy.say("Talk")
@@ -290,7 +285,7 @@ async def test_a_full_queue_is_told_and_the_connection_lives_on() -> None:
         assert "text" in await late.hear()
 
 
-async def test_the_deadline_of_an_answer_is_told() -> None:
+async def test_the_deadline_of_an_answer_is_told(autojump_clock: MockClock) -> None:
     # Between two steps: a deadline that falls into the send of a text breaks the line instead.
     async with open_room(seconds=10.5 * STEP, **ENDLESS) as room:
         guest = room.enter()
@@ -301,7 +296,7 @@ async def test_the_deadline_of_an_answer_is_told() -> None:
         assert room.lane.running == ()
 
 
-async def test_the_deadline_includes_the_wait() -> None:
+async def test_the_deadline_includes_the_wait(autojump_clock: MockClock) -> None:
     async with open_room(parallel=1, **ENDLESS) as room:
         first = room.enter()
         await first.say("Talk")
@@ -313,7 +308,7 @@ async def test_the_deadline_includes_the_wait() -> None:
         assert len(room.lane.running) == 1
 
 
-async def test_a_client_that_does_not_read_is_cut_off_at_the_deadline() -> None:
+async def test_a_client_that_does_not_read_is_cut_off_at_the_deadline(autojump_clock: MockClock) -> None:
     async with open_room(seconds=10 * STEP, **ENDLESS) as room:
         guest = room.enter(lockstep_stream_pair())
         await guest.say("Talk")
@@ -325,7 +320,7 @@ async def test_a_client_that_does_not_read_is_cut_off_at_the_deadline() -> None:
                 await guest.hear()
 
 
-async def test_a_chat_that_outgrows_the_window_is_told() -> None:
+async def test_a_chat_that_outgrows_the_window_is_told(autojump_clock: MockClock) -> None:
     async with open_room(context_size=100) as room:
         guest = room.enter()
         await guest.say("Hello" * 200)
@@ -337,7 +332,7 @@ async def test_a_chat_that_outgrows_the_window_is_told() -> None:
 
 
 @pytest.mark.parametrize("flood", ["x" * 20_000, "\n".join("x" * 18) + "\n"], ids=["endless line", "many lines"])
-async def test_a_client_that_floods_is_cut_off(flood: str) -> None:
+async def test_a_client_that_floods_is_cut_off(flood: str, autojump_clock: MockClock) -> None:
     async with open_room(**ENDLESS) as room:
         guest = room.enter()
         await guest.say("Talk")
