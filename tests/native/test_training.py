@@ -41,9 +41,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("training")
     # SmolLM3's fourth layer does not turn its queries and keys.
     layers = {"smollm3": 4}
-    return {
+    found = {
         name: write_model(folder / f"{name}.gguf", name, layers=layers.get(name, 2)) for name in get_args(Architecture)
     }
+    # Wider than the blocks that products are made of, and no multiple of them.
+    found["wide"] = write_model(folder / "wide.gguf", embd=320, ff=544, layers=1)
+    return found
 
 
 @pytest.fixture
@@ -97,10 +100,12 @@ def test_the_list_of_architectures_is_whole() -> None:
     assert set(ARCHITECTURES) == set(get_args(Architecture))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_the_loss_is_what_llama_says(models: dict[str, Path], architecture: str, tmp_path: Path) -> None:
-    path = models[architecture]
-    tokens = [1, 40, 300, 17, 290, 333, 6]
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "wide"])
+async def test_the_loss_is_what_llama_says(models: dict[str, Path], name: str, tmp_path: Path) -> None:
+    path = models[name]
+    architecture = "llama" if name == "wide" else name
+    # More than the rows of a block of attention.
+    tokens = [1, *(5 + 37 * place % 390 for place in range(70))]
     begin = len(tokens)
     with trainer_of(path) as trainer:
         expected = await scored(path, tokens)
@@ -116,11 +121,11 @@ async def test_the_loss_is_what_llama_says(models: dict[str, Path], architecture
         assert trainer.mean_loss([sample(tokens, range(begin, len(tokens)))]) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_gradient_is_that_of_the_loss(models: dict[str, Path], architecture: str) -> None:
-    samples = random_samples(5, seed=3)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "wide"])
+def test_the_gradient_is_that_of_the_loss(models: dict[str, Path], name: str) -> None:
+    samples = [*random_samples(4, seed=3), sample([1, *(5 + 37 * place % 390 for place in range(70))])]
     rng = random.Random(1)
-    with trainer_of(models[architecture]) as trainer:
+    with trainer_of(models[name]) as trainer:
         disturb(trainer)
         gradient = gradient_of(trainer, samples)
         adapter = trainer.numbers("adapter")

@@ -10,9 +10,9 @@ from typing import Literal
 import attrs
 import pytest
 
-from laneway.decoder import ModelLoadError
+from laneway.decoder import Chunk, ModelLoadError, Sampling, StepBatch
 from laneway_native import Model, check_gguf
-from laneway_native.training import Done, Job, Sample, Settings, Started, Step, estimate, trainable
+from laneway_native.training import Done, Job, Sample, Settings, Started, Step, Trainer, estimate, trainable
 from tests.native.driving import answer, decoder_of
 from tests.native.training import Start, sample, write_data
 
@@ -59,6 +59,25 @@ def test_the_memory_estimate_holds(start: Start, path: Path, tmp_path: Path, bas
     assert 0.8 * total < peak < total
     losses = [event.loss for event in events if isinstance(event, Step)]
     assert losses[1] < losses[0]
+
+
+async def test_the_loss_is_near_what_llama_says(path: Path) -> None:
+    with Model.load(path) as model:
+        tokens = model.tokenize("<|im_start|>user\nCount to five.<|im_end|>\n<|im_start|>assistant\n", special=True)
+        begin = len(tokens)
+        async with decoder_of(model, threads=2) as decoder:
+            decoder.open(0, Sampling(temperature=0.0, logprobs=True), tokens)
+            result = await decoder.step(StepBatch((Chunk(0, 0, list(tokens), True),)))
+            losses = []
+            for _ in range(16):
+                losses.append(-result.logprobs[0].logprob)
+                tokens.append(result.tokens[0])
+                result = await decoder.step(StepBatch((Chunk(0, len(tokens) - 1, tokens[-1:], True),)))
+    with Trainer(path, Settings(rank=1), base="native", threads=2) as trainer:
+        trainer.load()
+        found = trainer.mean_loss([sample(tokens, range(begin, len(tokens)))])
+    # llama.cpp rounds what it multiplies quantised matrices with.
+    assert found == pytest.approx(sum(losses) / len(losses), abs=0.03)
 
 
 ANIMALS = ("cat", "dog", "owl", "fox", "bee", "cow", "ant", "hen", "pig", "rat", "bat", "elk")
