@@ -262,7 +262,7 @@ class DecodeLoop:
                 self.decoder.copy(opening.copy_from, slot, sequence.computed)
         except DecodeError as error:
             # Cells that have slid out of the model's window, say.
-            log.info("a prefix of model %r cannot be shared, so it is computed anew: %s", self._model, error)
+            log.info("a prefix of model %r cannot be shared, so it is computed anew: %s", self._model, error.reason)
             if opening.keep:
                 self._empty(slot)
             self.scheduler.missed(sequence)
@@ -290,7 +290,9 @@ class DecodeLoop:
             load = self.decoder.load(sequence.slot, restore.data, sequence.computed, verified=True)
             await _beside(load, self._deliver_beside)
         except DecodeError as error:
-            log.warning("a saved state of model %r could not be loaded, so it is computed anew: %s", self._model, error)
+            log.warning(
+                "a saved state of model %r could not be loaded, so it is computed anew: %s", self._model, error.reason
+            )
             self.scheduler.missed(sequence)
 
     async def _save(self, tokens: Tokens) -> None:
@@ -300,7 +302,7 @@ class DecodeLoop:
         try:
             tokens.seal = await _beside(self.decoder.save(sequence.slot), self._deliver_beside)
         except DecodeError as error:
-            log.warning("the state of a sequence of model %r could not be saved: %s", self._model, error)
+            log.warning("the state of a sequence of model %r could not be saved: %s", self._model, error.reason)
         self._vacate(sequence)
         self._forget(tokens)
 
@@ -320,7 +322,7 @@ class DecodeLoop:
             try:
                 self.decoder.cut(sequence.slot, length)
             except DecodeError as error:
-                log.info("the cells of a sequence of model %r cannot be kept: %s", self._model, error)
+                log.info("the cells of a sequence of model %r cannot be kept: %s", self._model, error.reason)
             else:
                 self.scheduler.keep(sequence.slot)
                 return

@@ -202,7 +202,7 @@ class Tokens:
                 try:
                     self._saved = SavedState(self.sequence.held, await self.seal())
                 except DecodeError as error:
-                    log.warning("the state of a sequence could not be sealed: %s", error)
+                    log.warning("the state of a sequence could not be sealed: %s", error.reason)
                 self.seal = None
         return self._saved
 
@@ -310,7 +310,7 @@ class Tokens:
         try:
             await self._loop.verify(restore.data)
         except DecodeError as error:
-            log.warning("a saved state is of no use, so it is computed anew: %s", error)
+            log.warning("a saved state is of no use, so it is computed anew: %s", error.reason)
             self.restore = None
             self.sequence.restorable = 0
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import laneway
 from laneway.decoder import Chunk, DecodeError, StepBatch
 from laneway_native import LlamaDecoder, Model
+from tests.engine.kit import PLUGIN, Generate
 from tests.native.driving import GREEDY, Driver, answer, decoder_of, saved
 from tests.tiny_model import tiny_model_parts, write_gguf
 
@@ -16,7 +19,7 @@ WINDOW = 8
 
 
 @pytest.fixture(scope="module")
-def sliding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def sliding_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three of four layers slide (Cohere 2: a llama without a norm before its feed-forward part)."""
     metadata, tensors = tiny_model_parts(layers=4, context=4096, tied=True)
     metadata = {key.replace("llama.", "cohere2."): value for key, value in metadata.items()}
@@ -28,7 +31,12 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     }
     path = tmp_path_factory.mktemp("models") / "sliding.gguf"
     write_gguf(path, metadata, [tensor for tensor in tensors if "ffn_norm" not in tensor.name])
-    with Model.load(path) as model:
+    return path
+
+
+@pytest.fixture(scope="module")
+def sliding(sliding_path: Path) -> Iterator[Model]:
+    with Model.load(sliding_path) as model:
         assert model.facts.window == WINDOW
         yield model
 
@@ -154,3 +162,24 @@ async def test_a_cut_within_the_window_goes_on_as_if_computed(sliding: Model) ->
                 await driver.decode()
             assert driver.tokens[0][len(other) :] == expected
             driver.drop(0)
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+async def test_an_engine_shares_what_is_still_whole(sliding_path: Path, parallel: int) -> None:
+    """A single slot forgets what has slid out of the window, and then a prompt that needs it is computed anew."""
+    first = text(900)
+    edited = [*first[:20], *text(30)[::-1]]
+    answers: dict[bool, list[laneway.Answer]] = {True: [], False: []}
+    for shares, made in answers.items():
+        async with laneway.open_engine(plugins=[PLUGIN]) as engine:
+            model = await engine.load_model(
+                sliding_path, parallel, context_size=parallel * 1200, threads=1, prefix_cache=shares
+            )
+            for turn in ("first", "edited", "next"):
+                prompt = {"first": first, "edited": edited, "next": [*edited, *(made[-1].tokens if made else ()), 300]}
+                async with engine.run(model, "generate", Generate(tuple(prompt[turn]), 6)) as run:
+                    made.append(await run.result())
+    assert [answer.tokens for answer in answers[True]] == [answer.tokens for answer in answers[False]]
+    known = len(edited) + len(answers[True][1].tokens) - (answers[True][1].stop_reason == "length")
+    cached = [answer.stats.cached_tokens for answer in answers[True]]
+    assert cached == [0, 0 if parallel == 1 else 20, known]
