@@ -17,11 +17,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
-#include <cerrno>
-#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -265,7 +265,7 @@ private:
     std::unique_ptr<gguf_context, GgufFree> gguf;
     Context file_tensors;
     Context weights, adapter;
-    std::map<std::string, ggml_tensor *> by_name;
+    std::set<std::string> known; // tensors of the file that training has a use for
     struct Copy {
         ggml_tensor *from, *to;
     };
@@ -414,7 +414,8 @@ ggml_tensor *laneway_trainer::matrix(const std::string &name, int64_t columns, i
     } else {
         mapped.push_back(made);
     }
-    return by_name[name] = made;
+    known.insert(name);
+    return made;
 }
 
 ggml_tensor *laneway_trainer::vector(const std::string &name, int64_t count, bool needed) {
@@ -428,7 +429,8 @@ ggml_tensor *laneway_trainer::vector(const std::string &name, int64_t count, boo
     ggml_tensor *made = ggml_new_tensor_1d(weights.get(), GGML_TYPE_F32, count);
     ggml_set_name(made, name.c_str());
     mapped.push_back(made);
-    return by_name[name] = made;
+    known.insert(name);
+    return made;
 }
 
 void laneway_trainer::add_adapter(Linear &linear, const std::string &name) {
@@ -483,7 +485,7 @@ void laneway_trainer::read_tensors() {
     }
     for (int64_t i = 0; i < gguf_get_n_tensors(gguf.get()); ++i) {
         const char *name = gguf_get_tensor_name(gguf.get(), i);
-        if (!by_name.count(name)) {
+        if (!known.count(name)) {
             refuse(std::string("the model has a tensor ") + name + ", with which training does not know what to do");
         }
     }
