@@ -88,6 +88,11 @@ Context new_context(size_t tensors, size_t graph = 0) {
 
 [[noreturn]] void refuse(const std::string &text) { throw Failure(LANEWAY_UNSUPPORTED, text); }
 
+// Whether a matrix of this type can be had as F32, which is all that training asks of it.
+bool can_unpack(ggml_type type) {
+    return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
+}
+
 class File {
 public:
     explicit File(const char *path) {
@@ -402,9 +407,15 @@ ggml_tensor *laneway_trainer::matrix(const std::string &name, int64_t columns, i
     if (found->ne[0] != columns || found->ne[1] != rows || ggml_nrows(found) != rows) {
         refuse("tensor " + name + " has another shape than training expects");
     }
-    const ggml_type_traits *traits = ggml_get_type_traits(found->type);
-    if (found->type != GGML_TYPE_F32 && !traits->to_float) {
-        refuse("tensor " + name + " is of type " + ggml_type_name(found->type) + ", which cannot be trained with");
+    if (!can_unpack(found->type)) {
+        std::string others;
+        for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
+            if (can_unpack(static_cast<ggml_type>(type))) {
+                others += (others.empty() ? "" : ", ") + std::string(ggml_type_name(static_cast<ggml_type>(type)));
+            }
+        }
+        refuse("tensor " + name + " is of type " + ggml_type_name(found->type) +
+               ", which cannot be trained with; those of " + others + " can");
     }
     const bool copied = options.copies && found->type != GGML_TYPE_F32 && !always_mapped;
     ggml_tensor *made = ggml_new_tensor_2d(weights.get(), copied ? GGML_TYPE_F32 : found->type, columns, rows);
