@@ -103,6 +103,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         write_whole(path, broken())
     assert path.read_bytes() == b"old"
+    # What was written of the new one would keep a full disk full.
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,18 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview[float]]) -> None:
     """Write a file so that, whatever happens, the old one or the new one is there, and after return the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        # What is left of it may be what fills the disk.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
