@@ -269,6 +269,7 @@ class DecodeLoop:
         if opening.load:
             await self._load(sequence)
         if opening.opens:
+            self._streams[sequence].restore = None  # it may be large
             self._open_sampler(sequence, slot)
 
     def _open_sampler(self, sequence: Sequence, slot: int) -> None:

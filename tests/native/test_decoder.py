@@ -637,11 +637,18 @@ async def test_a_saved_sequence_goes_on_in_another_slot(tiny: Model, mode: dict[
 
 @given(st.data())
 def test_any_schedule_gives_each_sequence_its_own_tokens(tiny: Model, data: st.DataObject) -> None:
-    """Starts, chunks, decode steps, drops and moves in any order: on an F32 model each answer is the lonely one."""
+    """Starts, chunks, decode steps, drops, moves, copies, cuts and states in any order.
+
+    On an F32 model each answer is the lonely one.
+    """
     mode = data.draw(st.sampled_from(MODES))
     plan = data.draw(
         st.lists(
-            st.tuples(st.sampled_from(["start", "decode", "drop", "move"]), st.integers(0, 3), st.integers(1, 9)),
+            st.tuples(
+                st.sampled_from(["start", "decode", "drop", "move", "copy", "cut", "state"]),
+                st.integers(0, 3),
+                st.integers(1, 9),
+            ),
             max_size=25,
         )
     )
@@ -663,6 +670,21 @@ def test_any_schedule_gives_each_sequence_its_own_tokens(tiny: Model, data: st.D
                     driver.moves.append((slot, number % 4))
                     who[number % 4] = who.pop(slot)
                     await driver.decode()
+                elif what == "copy" and who and slot not in who and decoder.shares_prefixes:
+                    source = sorted(who)[number % len(who)]
+                    prompt = texts[who[source]]
+                    decoder.copy(source, slot, done := min(2 * number, len(prompt) - 1))
+                    await driver.start(slot, prompt, chunk=number, done=done)
+                    who[slot] = who[source]
+                elif what == "cut" and slot in who:
+                    prompt = texts[who[slot]]
+                    decoder.cut(slot, done := min(2 * number, len(prompt) - 1))
+                    await driver.start(slot, prompt, chunk=number, done=done)
+                elif what == "state" and slot in who:
+                    prompt, state = texts[who[slot]], await saved(decoder, slot)
+                    decoder.drop(slot)
+                    await decoder.load(slot, state, done := min(2 * number, len(prompt) - 1))
+                    await driver.start(slot, prompt, chunk=number, done=done)
                 elif what == "decode" and who:
                     await driver.decode([chosen for chosen in who if (number >> chosen) & 1] or who)
             for slot, text in who.items():
