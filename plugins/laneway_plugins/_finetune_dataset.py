@@ -17,6 +17,7 @@ from laneway_plugins._finetune_data import (
     Example,
     Faults,
     Marked,
+    Render,
     decode,
     mark,
     masked,
@@ -26,13 +27,17 @@ from laneway_plugins._finetune_data import (
     windows,
 )
 from laneway_plugins._messages import Message
-from laneway_plugins._prompts import template_of, text_to_tokens
+from laneway_plugins._prompts import new_template_of, text_to_tokens
 
 Format = Literal["auto", "text", "chat"]
 """Of a data file; ``auto``: chats if its name ends in ``.jsonl``, else text."""
 
 OffLoop = Callable[..., Awaitable[Any]]
 """Runs a function that blocks, with its arguments, beside the event loop."""
+
+
+_CHATS_AT_ONCE = 16
+"""How many are written out in one go beside the event loop."""
 
 
 @attrs.frozen
@@ -96,22 +101,25 @@ class Reader:
                 f"{name}: model {self.model.name!r} has no chat template, so it cannot be trained on chats; "
                 "train it on plain text"
             )
-        template = template_of(self.model)
+        template = new_template_of(self.model)
 
         def render(messages: Sequence[Message], asking: bool) -> str:
             return template.render(messages, generation_prompt=asking)
 
         faults = Faults(name, len(chats))
         examples = []
-        for chat in chats:
+        for start in range(0, len(chats), _CHATS_AT_ONCE):
+            some = chats[start : start + _CHATS_AT_ONCE]
             # A template takes a while, and others have work to do meanwhile.
-            await trio.lowlevel.checkpoint()
-            try:
-                for marked in mark(render, chat.messages):
-                    tokens, mask = await self._tokens(marked)
-                    examples.append(self._fit(Example(tokens, mask, chat.line)))
-            except InvalidRequestError as error:
-                faults.add(chat.line, error.reason)
+            for chat, found in zip(some, await self.off_loop(_mark_each, render, some), strict=True):
+                try:
+                    if isinstance(found, InvalidRequestError):
+                        raise found
+                    for marked in found:
+                        tokens, mask = await self._tokens(marked)
+                        examples.append(self._fit(Example(tokens, mask, chat.line)))
+                except InvalidRequestError as error:
+                    faults.add(chat.line, error.reason)
         faults.check()
         return examples
 
@@ -136,6 +144,8 @@ class Reader:
         whole = await text_to_tokens(self.model, marked.text)
         borders = [0]
         for place in (place for span in marked.spans for place in span):
+            # There may be hundreds, and what is tokenised in no time is tokenised without a turn for others.
+            await trio.lowlevel.checkpoint()
             before = whole if place == len(marked.text) else await text_to_tokens(self.model, marked.text[:place])
             if whole[: len(before)] != before or len(before) < borders[-1]:
                 # A token reaches over the border.  The model will be shown the text before it alone, so this is where
@@ -155,3 +165,13 @@ class Reader:
                 tokens = await text_to_tokens(self.model, text)
             parts.append((tokens, answer))
         return parts
+
+
+def _mark_each(render: Render, chats: Sequence[Chat]) -> list[list[Marked] | InvalidRequestError]:
+    def each(chat: Chat) -> list[Marked] | InvalidRequestError:
+        try:
+            return mark(render, chat.messages)
+        except InvalidRequestError as error:
+            return error
+
+    return [each(chat) for chat in chats]

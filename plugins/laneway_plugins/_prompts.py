@@ -37,14 +37,16 @@ def template_of(model: Model) -> ChatTemplate:
     """
     template = _templates.get(model)
     if template is None:
-        tokenizer = model.tokenizer
-        if not tokenizer.chat_template:
-            raise InvalidRequestError(
-                f"model {model.name!r} has no chat template, so it takes raw prompts only: give messages as one str",
-                "messages",
-            )
-        template = ChatTemplate(
-            tokenizer.chat_template, bos=tokenizer.special_text("bos"), eos=tokenizer.special_text("eos")
-        )
-        _templates[model] = template
+        template = _templates[model] = new_template_of(model)
     return template
+
+
+def new_template_of(model: Model) -> ChatTemplate:
+    """The same for one user alone, who may be in another thread."""
+    tokenizer = model.tokenizer
+    if not tokenizer.chat_template:
+        raise InvalidRequestError(
+            f"model {model.name!r} has no chat template, so it takes raw prompts only: give messages as one str",
+            "messages",
+        )
+    return ChatTemplate(tokenizer.chat_template, bos=tokenizer.special_text("bos"), eos=tokenizer.special_text("eos"))

@@ -315,6 +315,44 @@ async def test_a_token_over_the_border_is_cut_where_the_model_will_be_asked(
         assert example.mask == bytes(len(words.tokenize("x "))) + b"\1" * len(words.tokenize("the", bos=False))
 
 
+async def test_reading_leaves_turns_to_others(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates run beside the event loop, and a long chat is tokenised piece by piece."""
+    answers = 50
+    path = written(tmp_path, line(*[USER, ANSWER] * answers))
+    beside = False
+    render = ChatTemplate.render
+
+    def watched(template: ChatTemplate, *args: Any, **options: Any) -> str:
+        assert beside
+        return render(template, *args, **options)
+
+    async def off_loop(function: Any, *args: Any) -> Any:
+        nonlocal beside
+        await trio.lowlevel.checkpoint()
+        beside = True
+        try:
+            return function(*args)
+        finally:
+            beside = False
+
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    monkeypatch.setattr(ChatTemplate, "render", watched)
+    async with scripted() as s, trio.open_nursery() as nursery:
+        nursery.start_soon(others)
+        await read(s, path, length=100_000, off_loop=off_loop)
+        nursery.cancel_scope.cancel()
+    assert turns > 2 * answers
+
+
 async def test_a_chat_that_is_too_long_is_named(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     long = Message("assistant", "Yes. " * 50)
     path = written(tmp_path, f"{line(USER, ANSWER)}\n{line(USER, long)}\n")
