@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -62,7 +63,7 @@ def _share_or_file(text: str) -> float | Path:
 @click.option(
     "--base",
     type=click.Choice(["auto", "f32", "native"]),
-    help="Train on a copy of the weights in F32, or as the file has them (default: what memory allows).",
+    help="Train on a copy of the weights in F32, or on them as the file has them (default: native).",
 )
 @click.option("--checkpoint-every", type=int, metavar="STEPS", help="How often to save (default: 50).")
 @click.option(
@@ -88,8 +89,8 @@ def finetune(
     given = {name: value for name, value in fields.items() if value is not None}
     if data is not None:
         given["dataset"] = data
-    if plot is not None and plot.suffix != ".svg":
-        raise click.UsageError(f"--plot writes SVG: give a name that ends in .svg, not {plot.name}")
+    if plot is not None:
+        _check_plot(plot, output)
     if data is None and not resume:
         raise click.UsageError("say what to train on: DATA; or go on with --resume")
     if resume and restart:
@@ -100,6 +101,16 @@ def finetune(
     _show_result(result, model, plot)
     if result.state == "paused":
         ctx.exit(128 + signal.SIGINT)
+
+
+def _check_plot(plot: Path, output: Path) -> None:
+    """It is written in the end, and by then it would be a pity."""
+    if plot.suffix != ".svg":
+        raise click.UsageError(f"--plot writes SVG: give a name that ends in .svg, not {plot.name}")
+    if plot.absolute() == output.absolute():
+        raise click.UsageError(f"--plot and --output are both {plot}: give each a name of its own")
+    if not plot.parent.is_dir() or not os.access(plot.parent, os.W_OK):
+        raise click.UsageError(f"--plot cannot be written: {plot.parent} is no directory that can be written to")
 
 
 def _request(output: Path, resume: bool, given: dict[str, Any]) -> FinetuneRequest:
@@ -123,16 +134,17 @@ async def _finetune(source: str, request: FinetuneRequest) -> FinetuneResult:
     async with open_engine() as engine:
         model = await engine.load_model(source, 1, context_size=CONTEXT_SIZE)
         result: FinetuneResult | None = None
-        with trio.open_signal_receiver(signal.SIGINT) as interrupts:
-            async with trio.open_nursery() as nursery:
-                async with plugin.start_request(model, request) as training:
+        # Up to here, while the data are read too, Ctrl-C ends the program: there is nothing to pause yet.
+        async with plugin.start_request(model, request) as training:
+            with trio.open_signal_receiver(signal.SIGINT) as interrupts:
+                async with trio.open_nursery() as nursery:
                     nursery.start_soon(_pause, interrupts, training)
                     with _shown(request.output.name) as report:
                         async for event in training:
                             if isinstance(event, plugin.FinetuneProgress):
                                 report(event)
                     result = await training.result()
-                nursery.cancel_scope.cancel()
+                    nursery.cancel_scope.cancel()
     assert result is not None
     return result
 
@@ -233,14 +245,12 @@ def _show_result(result: FinetuneResult, model: str, plot: Path | None) -> None:
 
     import rich.console
 
-    from laneway_plugins._finetune_curve import plot_svg, plot_text
+    from laneway_plugins._finetune_curve import plot_text
 
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     picture = plot_text(result.curve, width=min(100, rich.console.Console().width), ascii_only=encoding != "utf8")
     if picture:
         click.echo(picture)
-    if plot is not None and result.curve:
-        plot.write_text(plot_svg(result.curve, title=result.output.name), encoding="utf-8")
     losses = [f"loss {result.loss:.4f}"] if result.loss is not None else []
     if result.validation_loss is not None:
         losses.append(f"validation {result.validation_loss:.4f}")
@@ -250,3 +260,17 @@ def _show_result(result: FinetuneResult, model: str, plot: Path | None) -> None:
     else:
         again = shlex.join(["laneway", "finetune", model, "--output", str(result.output), "--resume"])
         click.echo(f"paused ({how_far}); go on with: {again}", err=True)
+    if plot is not None:
+        # Last, for it may fail, and the adapter is there all the same.
+        _plot(result, plot)
+
+
+def _plot(result: FinetuneResult, plot: Path) -> None:
+    from laneway_plugins._finetune_curve import plot_svg
+
+    try:
+        picture = plot_svg(result.curve, title=result.output.name)
+    except ValueError as error:
+        click.echo(f"no {plot}: {error}", err=True)
+    else:
+        plot.write_text(picture, encoding="utf-8")

@@ -9,11 +9,13 @@ import re
 import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich.console
 
 from laneway_plugins import finetune
+from laneway_plugins.finetune import Plan
 from tests.cli.scripted_program import Program
 from tests.plugins.finetune_trainer import Behaviour, ScriptedChild, ScriptedTrainer
 from tests.plugins.finetune_trainer import trainer as trainer
@@ -92,6 +94,49 @@ def test_a_plot_is_written_as_svg(program: Program, data: str, output: str, tmp_
     result = program("finetune", "scripted:m", data, "-o", output, "--plot", "curve.png")
     assert result.exit_code == 2
     assert "ends in .svg" in result.stderr
+
+
+def test_a_plot_that_cannot_be_written_is_told_of_before_the_training(
+    program: Program, trainer: ScriptedTrainer, data: str, output: str, tmp_path: Path
+) -> None:
+    result = program("finetune", "scripted:m", data, "-o", output, "--plot", str(tmp_path / "nowhere" / "curve.svg"))
+    assert result.exit_code == 2
+    assert "nowhere is no directory that can be written to" in result.stderr
+    same = str(tmp_path / "a.svg")
+    result = program("finetune", "scripted:m", data, "-o", same, "--plot", same)
+    assert (result.exit_code, "a name of its own" in result.stderr) == (2, True)
+    assert trainer.children == []
+
+
+def test_a_plot_that_fails_in_the_end_hides_nothing(
+    program: Program, data: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = tmp_path / "curve.svg"
+
+    def full(*args: object, **options: object) -> str:
+        raise OSError(28, "No space left on device", str(plot))
+
+    monkeypatch.setattr("laneway_plugins._finetune_curve.plot_svg", full)
+    result = program("finetune", "scripted:m", data, "-o", output, "--plot", str(plot))
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith(f"{output} (step 4 of 4")
+    assert result.stderr.splitlines()[-1] == f"laneway: error: {plot}: No space left on device"
+
+
+def test_ctrl_c_before_there_is_anything_to_pause_ends_the_program(
+    program: Program, trainer: ScriptedTrainer, data: str, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = trainer.plan
+
+    async def interrupted(*args: Any) -> Plan:
+        os.kill(os.getpid(), signal.SIGINT)
+        return await plan(*args)
+
+    monkeypatch.setattr(trainer, "plan", interrupted)
+    result = program("finetune", "scripted:m", data, "-o", output)
+    assert (result.exit_code, result.stderr) == (130, "laneway: interrupted\n")
+    assert trainer.children == []
+    assert os.listdir(Path(output).parent) == [Path(data).name]
 
 
 def interrupted_at(step: int) -> Behaviour:
