@@ -45,6 +45,8 @@ EXIT_SECONDS = 15.0
 """How long one may take to end after its last word."""
 LOG_LINES = 50
 """How many of its last lines of log are kept."""
+LONGEST_LOG_LINE = 500
+"""Characters of a line of log beyond which it is cut: it ends up in errors."""
 LONGEST_LINE = 1 << 20
 """Bytes of a line beyond which it is cut; an event has some hundred."""
 _CHUNK = 1 << 16
@@ -187,7 +189,7 @@ class Conversation:
         try:
             lines = _Lines(stderr)
             while (line := await lines.next()) is not None:
-                text = line.decode("utf-8", "replace").strip()
+                text = _printable(line)
                 if text:
                     self._log.append(text)
                     log.debug("%s", text)
@@ -250,11 +252,14 @@ def _how_it_ended(code: int | None) -> str:
     if code is None:
         return f"the training process closed its output and did not end within {EXIT_SECONDS:g} s"
     if code < 0:
-        hint = {9: ", perhaps because memory ran out", 6: ": llama.cpp met something that it cannot compute"}.get(
-            -code, ""
-        )
-        return f"the training process was ended by signal {-code} ({_signal_name(-code)}){hint}"
+        return f"the training process was ended by signal {-code} ({_signal_name(-code)}){_HINTS.get(-code, '')}"
     return f"the training process ended with status {code} and without a result"
+
+
+def _printable(line: bytes) -> str:
+    """What of a line of log may be shown in an error, whatever the terminal."""
+    text = line[: 4 * LONGEST_LOG_LINE].decode("utf-8", "replace")
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:LONGEST_LOG_LINE]
 
 
 def _signal_name(number: int) -> str:

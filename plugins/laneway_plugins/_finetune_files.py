@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, Self, get_args
 
 import attrs
 import filelock
@@ -29,7 +29,13 @@ log = logging.getLogger("laneway.finetune")
 
 _FORMAT = 1
 
+PROBE_SECONDS = 0.2
+"""How long whoever only looks whether a training runs may hold its lock."""
+_POLL_SECONDS = 0.02
+
 State = Literal["idle", "running", "paused", "cancelled", "completed"]
+
+_count = attrs.validators.optional(attrs.validators.instance_of(int))
 
 
 @attrs.frozen
@@ -51,16 +57,16 @@ class TrainingState:
 class Record:
     """What is written down of a training."""
 
-    state: State
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    state: State = attrs.field(validator=attrs.validators.in_(get_args(State)))
+    settings: Mapping[str, Any] = attrs.field(factory=dict, validator=attrs.validators.instance_of(dict))
     """Of its request, as JSON has them."""
-    model: str = ""
+    model: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
     """The fingerprint of what is trained."""
-    base: str = ""
+    base: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
     """How the weights are held while it trains, once that is decided."""
-    step: int | None = None
+    step: int | None = attrs.field(default=None, validator=_count)
     """Of the last checkpoint."""
-    steps: int | None = None
+    steps: int | None = attrs.field(default=None, validator=_count)
 
 
 class TrainingFiles:
@@ -75,6 +81,7 @@ class TrainingFiles:
         self._record = self.folder / "training.json"
         self._losses = self.folder / "losses.jsonl"
         self._lock_path = output.with_name(f".{output.name}.lock")
+        self._adapter_part = output.with_name(f"{output.name}.part")
         self._lock: filelock.BaseFileLock | None = None
 
     # What there is.
@@ -160,29 +167,35 @@ class TrainingFiles:
 
     def discard(self) -> None:
         """Remove everything but the adapter."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.folder)
+        # The checkpoint first: cut off in between, nothing is left that looks as if it could be resumed.
+        for folder in (self.checkpoint, self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+        # Of an adapter that the trainer was killed over.
+        self._adapter_part.unlink(missing_ok=True)
 
     def curve(self, up_to: int) -> Curve:
         """The file of losses, to add to after those up to a step."""
         kept = self.losses(up_to)
-        file = self._losses.open("w", encoding="utf-8")
-        curve = Curve(file)
-        for loss in kept:
-            curve.add(loss)
-        return curve
+        # Those that there are must not be lost where there is no room for them twice.
+        part = self._losses.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(_loss_line(loss) for loss in kept)
+        part.replace(self._losses)
+        return Curve(self._losses.open("a", encoding="utf-8"), kept)
 
     # The lock.
 
-    def lock(self) -> None:
+    def lock(self, patience: float = 0.0) -> None:
         """Keep other trainings, also those of other processes, away from this output, until :meth:`unlock`.
 
-        Raises :class:`FinetuneError` if another one has it, or :class:`OSError`.
+        ``patience``: seconds to wait for another one.  Raises :class:`FinetuneError` if another one has it then, or
+        :class:`OSError`.
         """
         # Soft locks would outlive a process that is killed.
-        lock = filelock.FileLock(self._lock_path, timeout=0, thread_local=False, fallback_to_soft=False)
+        lock = filelock.FileLock(self._lock_path, timeout=patience, thread_local=False, fallback_to_soft=False)
         try:
-            lock.acquire()
+            lock.acquire(poll_interval=_POLL_SECONDS)
         except filelock.Timeout:
             raise FinetuneError(
                 f"another training writes to {self.output}; wait for its end, or choose another output"
@@ -208,6 +221,9 @@ class TrainingFiles:
             probe.lock()
         except FinetuneError:
             return True
+        except OSError:
+            # It cannot be asked for, as where one may only read.  Whoever trains removes it in the end.
+            return self._lock_path.exists()
         probe.unlock()
         return False
 
@@ -215,14 +231,15 @@ class TrainingFiles:
 class Curve:
     """The losses of a training, in a file and in the memory."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str], points: Iterable[Loss] = ()) -> None:
         self._file = file
-        self.points: list[Loss] = []
+        self.points = list(points)
+        """Those that are in the file."""
 
     def add(self, loss: Loss) -> None:
         """Add a point."""
         self.points.append(loss)
-        self._file.write(json.dumps(attrs.asdict(loss)) + "\n")
+        self._file.write(_loss_line(loss))
         self._file.flush()
 
     def close(self) -> None:
@@ -234,6 +251,10 @@ class Curve:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _loss_line(loss: Loss) -> str:
+    return json.dumps(attrs.asdict(loss)) + "\n"
 
 
 def _sync(file: IO[str]) -> None:

@@ -14,6 +14,7 @@ of its own, while the model's completions queue.  Models of other lanes, and tho
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -58,7 +59,7 @@ from laneway_plugins._finetune_events import (
     Stepped,
     Validated,
 )
-from laneway_plugins._finetune_files import Curve, Record, TrainingFiles
+from laneway_plugins._finetune_files import PROBE_SECONDS, Curve, Record, TrainingFiles
 from laneway_plugins._finetune_files import TrainingState as TrainingState
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ class FinetuneRequest:
     threads: int | None = attrs.field(default=None, validator=optional(whole(1, 512)))
     """None: one for each physical core."""
     base: Literal["auto", "f32", "native"] = attrs.field(default="auto", validator=_one_of("auto", "f32", "native"))
-    """The model's weights while it is trained: a copy in F32, as the file has them, or what memory allows."""
+    """The model's weights while it is trained: a copy in ``f32``, or ``native`` as the file has them, which ``auto``
+    is too."""
     checkpoint_every: int = attrs.field(default=50, validator=whole(1, 1 << 31))
     """Steps from one checkpoint to the next."""
     silence_timeout: float = attrs.field(default=3600.0, validator=[number(0, 1e9), _positive])
@@ -402,7 +404,7 @@ class _OpenTraining:
         try:
             return await self._opening.__aexit__(kind, error, traceback)
         finally:
-            _controls.get(self._model, {}).pop(self._run.request_id, None)
+            _forget(self._model, self._run.request_id, self._control)
 
 
 def start(
@@ -469,9 +471,14 @@ def stored_request(output: str | os.PathLike[str]) -> FinetuneRequest:
     """
     files = TrainingFiles(_output_path(output))
     record = files.read()
-    if record is None or not files.has_checkpoint:
+    if not files.has_checkpoint:
         raise _nothing_to_resume(files.output)
-    return FinetuneRequest(output=files.output, resume=True, **record.settings)
+    if record is None:
+        raise _no_record(files.output)
+    try:
+        return FinetuneRequest(output=files.output, resume=True, **record.settings)
+    except TypeError as error:
+        raise _no_record(files.output) from error
 
 
 def state(output: str | os.PathLike[str]) -> TrainingState:
@@ -500,6 +507,13 @@ def _nothing_to_resume(output: Path) -> FinetuneError:
     return FinetuneError(f"there is no checkpoint of a training of {output} to resume; start it anew")
 
 
+def _no_record(output: Path) -> FinetuneError:
+    return FinetuneError(
+        f"there is a checkpoint of a training of {output}, and what was written down of it cannot be read, so it "
+        "cannot go on; throw it away (discard), or choose another output"
+    )
+
+
 # What callers and handlers share.
 
 
@@ -519,6 +533,13 @@ _controls: WeakKeyDictionary[Model, dict[str, _Control]] = WeakKeyDictionary()
 
 def _control(model: Model, request_id: str) -> _Control:
     return _controls.setdefault(model, {}).setdefault(request_id, _Control())
+
+
+def _forget(model: Model, request_id: str, control: _Control) -> None:
+    # The id may be another training's by now.
+    known = _controls.get(model, {})
+    if known.get(request_id) is control:
+        del known[request_id]
 
 
 _live: dict[Path, _Fit] = {}
@@ -682,11 +703,23 @@ async def prepare(model: Model, request: FinetuneRequest) -> Prepared:
 
 def _check_paths(request: FinetuneRequest, plan: Plan) -> None:
     output = request.output
+    folder = TrainingFiles(output).folder
     for field, other in (("dataset", request.dataset), ("validation", request.validation), ("model", plan.model_path)):
-        if isinstance(other, (Path, str)) and _same(output, Path(other)):
-            raise InvalidRequestError(f"{output} is the {field} itself; choose another file", "output")
+        if isinstance(other, (Path, str)):
+            if _same(output, Path(other)):
+                raise InvalidRequestError(f"{output} is the {field} itself; choose another file", "output")
+            if not request.resume and Path(other).is_relative_to(folder):
+                raise InvalidRequestError(f"{other} is in {folder}, which the training clears; move it", field)
+    try:
+        # Of the names beside it, this is the longest.
+        with contextlib.suppress(FileNotFoundError):
+            folder.stat()
+    except OSError as error:
+        raise InvalidRequestError(f"{output}: {error.strerror}", "output") from error
     if output.is_dir():
         raise InvalidRequestError(f"{output} is a directory; name a file in it", "output")
+    if output.exists() and not output.is_file():
+        raise InvalidRequestError(f"{output} is no file that could be replaced, such as a device", "output")
     if not output.parent.is_dir():
         raise InvalidRequestError(f"there is no directory {output.parent}", "output")
     if not os.access(output.parent, os.W_OK):
@@ -706,7 +739,10 @@ def _same(one: Path, other: Path) -> bool:
 def _check_start(request: FinetuneRequest, plan: Plan, files: TrainingFiles) -> Record | None:
     """The record to go on from; None for a new training.  Raises :class:`FinetuneError` if it may not begin so."""
     record = files.read()
-    there = record is not None and files.has_checkpoint
+    there = files.has_checkpoint
+    if there and record is None:
+        # Rather than to throw away what somebody may have waited days for.
+        raise _no_record(files.output)
     if not request.resume:
         if there:
             raise FinetuneError(
@@ -733,16 +769,17 @@ async def handler(ctx: RequestContext, prepared: Prepared) -> FinetuneResult:
     control = _control(ctx.model, ctx.request_id)
     job: Job = prepared.payload
     files = TrainingFiles(job.request.output)
+    fit = _Fit(ctx, job, files, control)
     try:
-        await _off_loop(files.lock)
+        await _off_loop(files.lock, PROBE_SECONDS)
         try:
-            return await _Fit(ctx, job, files, control).run()
+            return await fit.run()
         finally:
             files.unlock()
     except OSError as error:
-        raise FinetuneError(f"the training cannot go on: {error}") from error
+        raise FinetuneError(f"the training cannot go on: {error}", fit.state.step) from error
     finally:
-        _controls.get(ctx.model, {}).pop(ctx.request_id, None)
+        _forget(ctx.model, ctx.request_id, control)
 
 
 @final
@@ -757,6 +794,7 @@ class _Fit:
         self._began = trio.current_time()
         self._record = Record(state="running")
         self._curve: Curve | None = None
+        self._unwanted: bool | None = None
         self._step = 0
         self._steps: int | None = None
         self._tokens = 0
@@ -781,7 +819,7 @@ class _Fit:
             await self._leave(self._keep_what_there_is)
             raise
         except BaseException:
-            unwanted = trio.current_effective_deadline() == -math.inf and self._was_cancelled()
+            unwanted = self._is_unwanted() if self._unwanted is None else self._unwanted
             await self._leave(self._files.cancel if unwanted else self._keep_what_there_is)
             raise
         finally:
@@ -792,12 +830,14 @@ class _Fit:
         with trio.CancelScope(shield=True):
             try:
                 await _off_loop(tidy)
-            except OSError:
+            except OSError as error:
                 # How it ended is to be told, not this.  A checkpoint is found also under a record that was not updated.
-                log.exception("what the training of %s leaves cannot be put in order", self._files.output)
+                log.warning("what the training of %s leaves cannot be put in order: %s", self._files.output, error)
 
-    def _was_cancelled(self) -> bool:
+    def _is_unwanted(self) -> bool:
         """Whether the end was asked for; a caller that leaves, an unload and a closing engine leave what there is."""
+        if trio.current_effective_deadline() != -math.inf:
+            return False
         model = self._ctx.model
         return not self._control.left and model.state == "loaded" and not model.engine.snapshot().closed
 
@@ -823,7 +863,12 @@ class _Fit:
                     on_event=self._hear,
                     silence=self._job.request.silence_timeout,
                 )
-                last = await conversation.run()
+                try:
+                    last = await conversation.run()
+                except BaseException:
+                    # Until the process has ended more may happen, which would have it look otherwise.
+                    self._unwanted = self._is_unwanted()
+                    raise
         finally:
             if self._curve is not None:
                 self._curve.close()

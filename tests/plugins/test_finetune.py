@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -28,6 +31,7 @@ from laneway_plugins import batch, completion, finetune, llm_translate
 from laneway_plugins._finetune_child import GRACE_SECONDS
 from laneway_plugins._finetune_files import TrainingFiles
 from laneway_plugins.finetune import FinetuneProgress, FinetuneRequest, FinetuneResult, Loss, Training
+from tests.plugins import nmt_models
 from tests.plugins.finetune_trainer import STEP_SECONDS, TOKENS, ScriptedChild, ScriptedTrainer, loss_of
 from tests.plugins.finetune_trainer import trainer as trainer
 from tests.plugins.scripted import STEP, Scripted, scripted
@@ -386,6 +390,27 @@ async def test_A6_other_models_go_on(b: Bench, autojump_clock: trio.testing.Mock
         await training.result()
 
 
+async def test_A6_translations_by_models_without_a_lane_go_on(
+    trainer: ScriptedTrainer, tmp_path: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    nmt_models.need_nmt()
+    from laneway_plugins import nmt
+
+    words = nmt_models.make_model(tmp_path / "words")
+    async with bench(trainer, tmp_path) as b:
+        translator = await b.s.engine.load_model(words, threads=1)
+        async with b.start() as training:
+            await training.admitted()
+            async with completion.stream(b.s.model, "x", max_tokens=1) as waiting:
+                # Time stands still: whatever ends now has not waited for the training.
+                assert await nmt.translate(translator, "w1 w2 w3 w4")
+                assert (training.state, waiting.state) == ("running", "waiting")
+                mock_clock.autojump_threshold = 0
+                await training.result()
+                await waiting.result()
+        await b.assert_free()
+
+
 async def test_A6_a_second_one_is_busy_while_one_waits_runs_or_ends(
     b: Bench, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -435,6 +460,28 @@ async def test_A6_cancelled_while_it_waits_it_lets_those_behind_go_and_has_train
     assert b.trainer.children == []
     assert b.left() == []
     assert b.state() == "idle"
+
+
+async def test_a_cancel_counts_although_the_model_is_unloaded_before_the_process_has_ended(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def behave(child: ScriptedChild) -> None:
+        await child.begin()
+        child.save(1)
+        await trio.sleep_forever()
+
+    b.trainer.behave = behave
+    b.trainer.deaf = True
+    async with b.start() as training:
+        await training.admitted()
+        await settled()
+        training.cancel()
+        await trio.sleep(GRACE_SECONDS / 2)
+        assert training.state == "cancelling"
+        await b.s.engine.unload_model(b.s.model)
+        with pytest.raises(InferenceCancelledError):
+            await training.result()
+    assert b.state() == "cancelled"
 
 
 async def test_A5_a_deadline_while_it_waits(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
@@ -590,6 +637,40 @@ async def test_a_pause_that_comes_too_late(b: Bench, autojump_clock: trio.testin
         assert await training.pause() == "completed"
 
 
+async def test_a_pause_may_be_asked_for_by_many(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    said = []
+
+    async def pause(training: Training) -> None:
+        said.append(await training.pause())
+
+    async with b.start() as training:
+        await training.admitted()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pause, training)
+            nursery.start_soon(pause, training)
+        assert said == ["paused", "paused"]
+        assert await training.pause() == "paused"
+        # There is nothing left that a cancel could reach.
+        assert training.cancel() == 0
+    assert b.state() == "paused"
+
+
+async def test_a_pause_finds_its_training_whatever_had_its_id_before(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    first = b.start(request_id="mine")
+    training = await first.__aenter__()
+    await training.result()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(complete, b, [], "before")
+        await settled()
+        async with b.start(request_id="mine") as second:
+            assert second.state == "waiting"
+            await first.__aexit__(None, None, None)
+            await second.admitted()
+            assert await second.pause() == "paused"
+
+
 async def test_a_pause_at_the_very_beginning(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
     async with b.start() as training:
         # It has its permit, and its handler has not yet taken a step.
@@ -671,6 +752,80 @@ async def test_resuming_without_a_checkpoint_is_refused(b: Bench, autojump_clock
     b.s.assert_idle()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "state": "odd"}',
+        '{"format": 1, "state": "paused", "settings": []}',
+        '{"format": 1, "state": "paused", "step": "2"}',
+    ],
+)
+async def test_a_checkpoint_whose_record_is_damaged_is_not_thrown_away_unasked(
+    b: Bench, autojump_clock: trio.testing.MockClock, text: str
+) -> None:
+    await paused(b)
+    b.files.folder.joinpath("training.json").write_text(text)
+    for opening in (b.start, b.resume):
+        with pytest.raises(FinetuneError, match=r"what was written down of it cannot be read.*\(discard\)"):
+            async with opening():
+                pass
+    assert b.files.has_checkpoint
+    finetune.discard(b.output)
+    assert (await b.train()).state == "completed"
+
+
+async def test_a_record_of_settings_that_are_not_known_is_told_of(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    await paused(b)
+    record = b.files.read()
+    assert record is not None
+    b.files.write(attrs.evolve(record, settings={**record.settings, "of_a_later_version": 1}))
+    with pytest.raises(FinetuneError, match="cannot be read, so it cannot go on"):
+        b.resume()
+
+
+async def test_what_is_thrown_away_in_part_is_no_checkpoint(
+    b: Bench, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends the program between one file and the next."""
+    await paused(b)
+    removed: list[Path] = []
+
+    def remove(path: Path) -> None:
+        if removed:
+            raise OSError(4, "interrupted")
+        removed.append(path)
+        remove_really(path)
+
+    remove_really = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(OSError, match="interrupted"):
+        finetune.discard(b.output)
+    assert b.files.folder.is_dir()
+    assert not b.files.has_checkpoint
+    monkeypatch.undo()
+
+
+async def test_losses_are_kept_where_there_is_no_room_for_them_twice(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    await paused(b, 1.5)
+    # As good as a full disk: what is to be written cannot be.
+    in_the_way = b.files.folder / "losses.part"
+    in_the_way.mkdir()
+    with pytest.raises(FinetuneError, match="the training cannot go on"):
+        async with b.resume() as training:
+            await training.result()
+    in_the_way.rmdir()
+    async with b.resume() as training:
+        result = await training.result()
+    assert [point.step for point in result.curve] == [1, 2, 3, 4]
+
+
 async def test_resuming_with_other_settings_is_refused_by_name(
     b: Bench, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -728,6 +883,22 @@ async def test_cancel_removes_the_checkpoint(b: Bench, autojump_clock: trio.test
         b.resume()
     assert (await b.train()).state == "completed"
     assert b.left() == ["adapter.gguf"]
+
+
+async def test_a_cancel_removes_what_there_is_of_an_adapter(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    async def behave(child: ScriptedChild) -> None:
+        await child.begin()
+        b.output.with_name("adapter.gguf.part").write_bytes(b"GGUF")
+        await trio.sleep_forever()
+
+    b.trainer.behave = behave
+    async with b.start() as training:
+        await training.admitted()
+        await settled()
+        training.cancel()
+        with pytest.raises(InferenceCancelledError):
+            await training.result()
+    assert b.left() == ["adapter.gguf.training"]
 
 
 async def test_a_resumed_training_can_be_cancelled(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
@@ -865,6 +1036,28 @@ async def test_the_state_of_a_training_that_vanished_is_told_by_the_disk(
         assert (await training.result()).state == "completed"
 
 
+async def test_whoever_only_looks_is_waited_for(
+    b: Bench, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking the disk for the state holds the lock for an instant."""
+    looking = b.files
+    looking.lock()
+    monkeypatch.setattr(time, "sleep", lambda seconds: looking.unlock())
+    assert (await b.train()).state == "completed"
+
+
+async def test_the_state_where_no_lock_can_be_had(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    await paused(b)
+    record = b.files.read()
+    assert record is not None
+    b.files.write(attrs.evolve(record, state="running"))
+    lock = b.output.with_name(".adapter.gguf.lock")
+    lock.mkdir()
+    assert finetune.state(b.output).state == "running"
+    lock.rmdir()
+    assert finetune.state(b.output).state == "paused"
+
+
 # What is refused before anything runs.
 
 
@@ -894,6 +1087,38 @@ async def test_paths_that_are_wrong(
         await b.train(**{field: b.data.parent / place})
     assert caught.value.field == field
     assert (b.trainer.children, b.left()) == ([], [])
+
+
+async def test_an_output_that_is_no_file_is_not_replaced(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    """Or it would be gone for everybody who knows it by this name."""
+    os.mkfifo(b.output)
+    with pytest.raises(InvalidRequestError, match="no file that could be replaced") as caught:
+        await b.train()
+    assert caught.value.field == "output"
+    assert b.output.is_fifo()
+
+
+async def test_data_are_not_taken_from_where_they_would_be_removed(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    b.files.folder.mkdir()
+    data = b.files.folder / "train.jsonl"
+    data.write_bytes(b.data.read_bytes())
+    for field in ("dataset", "validation"):
+        with pytest.raises(InvalidRequestError, match="which the training clears") as caught:
+            await b.train(**{field: data})
+        assert caught.value.field == field
+    assert data.exists()
+
+
+async def test_a_name_that_is_too_long_with_what_is_put_behind_it(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    for name in ("x" * 300, "x" * 250):
+        with pytest.raises(InvalidRequestError, match="File name too long") as caught:
+            await b.train(output=b.output.with_name(name))
+        assert caught.value.field == "output"
+    assert b.left() == []
 
 
 async def test_a_model_without_a_file_cannot_be_trained(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
@@ -967,6 +1192,21 @@ async def test_the_end_of_the_log_is_waited_for(b: Bench, autojump_clock: trio.t
         await trio.sleep_forever()
 
     assert (await failed(b, behave)).log_line == "the last words"
+
+
+async def test_a_log_is_told_in_few_words_that_any_terminal_shows(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def behave(child: ScriptedChild) -> None:
+        await child.begin()
+        await child.log("\x1b[31mred\a and\rmore " + "x" * 5000)
+        child.die(6)
+
+    b.trainer.behave = behave
+    with pytest.raises(FinetuneError) as caught:
+        await b.train()
+    assert caught.value.log_line.startswith("[31mred and more xxx")
+    assert len(caught.value.log_line) == 500
 
 
 async def test_death_before_it_has_begun(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
@@ -1151,7 +1391,8 @@ async def test_one_whose_leavings_cannot_be_removed_is_done_all_the_same(
 
     b.trainer.behave = behave
     assert (await b.train()).state == "completed"
-    assert "cannot be put in order" in caplog.text
+    (record,) = [record for record in caplog.records if "cannot be put in order" in record.getMessage()]
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
     assert b.state() == "completed"
 
 
@@ -1166,6 +1407,7 @@ async def test_a_process_that_cannot_be_started(b: Bench, autojump_clock: trio.t
 async def test_a_full_disk_while_it_trains(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
     async def behave(child: ScriptedChild) -> None:
         await child.begin()
+        await child.step(1)
         # As good as a full disk: what is to be written cannot be.
         b.files.folder.joinpath("training.part").mkdir()
         child.save(1)
@@ -1173,8 +1415,9 @@ async def test_a_full_disk_while_it_trains(b: Bench, autojump_clock: trio.testin
         await trio.sleep_forever()
 
     b.trainer.behave = behave
-    with pytest.raises(FinetuneError, match="the training cannot go on"):
+    with pytest.raises(FinetuneError, match="the training cannot go on") as caught:
         await b.train()
+    assert caught.value.step == 1
     await b.assert_free()
 
 
