@@ -1,6 +1,6 @@
 """What one decision of the lane's core costs, and whether the length of the queue shows in it.
 
-    python benchmarks/admission.py [--check] [--json FILE]
+    python -m benchmarks.admission [--check] [--json FILE]
 
 Prints nanoseconds an operation with 10, 1,000 and 100,000 waiters, and how much more the longest queue costs than the
 shortest.  An operation that went through the queue would be 10,000 times as slow in it; what does show is that 100,000

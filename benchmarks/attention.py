@@ -1,6 +1,6 @@
 """Laneway's attention against llama.cpp's, on one library in one process.
 
-    python benchmarks/attention.py MODEL [--counts 1,4,8] [--prompt 160] [--generate 64] [--rounds 3] [--json FILE]
+    python -m benchmarks.attention MODEL [--counts 1,4,8] [--prompt 160] [--generate 64] [--rounds 3] [--json FILE]
 
 A job is K prompts, one call each, and then K sequences that decode together, greedily.  Each way of running it takes
 its turn in each round, so that what else the machine does hits all of them; the medians of the rounds are compared.

@@ -1,6 +1,6 @@
 """What a training of ten minutes on two cores can do: SmolLM2-135M learns to answer in a fixed JSON form.
 
-    nice -n 5 python benchmarks/finetune.py [--model smollm2] [--examples 128] [--epochs 3] [--json FILE]
+    nice -n 5 python -m benchmarks.finetune [--model smollm2] [--examples 128] [--epochs 3] [--json FILE]
 
 The data are made up here: orders in many words, ``Could you send Anna three red lamps?``, and what is ordered as one
 line of JSON with the keys in a fixed order.  The names, things and numbers of the held-out orders all occur in the

@@ -1,6 +1,6 @@
 """One long prompt is taken in while streams run: how long they have to wait, and what it costs the prompt.
 
-    python benchmarks/mixed.py [--model smollm2] [--streams 7] [--prompt 4000] [--rounds 3]
+    python -m benchmarks.mixed [--model smollm2] [--streams 7] [--prompt 4000] [--rounds 3]
 
 Per round: the prompt alone, then the streams alone for a moment, then both.  What is looked at is the longest gap
 between two tokens of one stream while the prompt is taken in, and the prompt's speed as a share of its speed alone.

@@ -1,6 +1,6 @@
 """Prompts that begin alike, taken in with and without sharing what they have in common.
 
-    python benchmarks/prefix.py [--model smollm2] [--prompts 16] [--common 512] [--rest 32] [--rounds 5]
+    python -m benchmarks.prefix [--model smollm2] [--prompts 16] [--common 512] [--rest 32] [--rounds 5]
 
 A round takes all prompts at once, from their arrival to the first token of the last one, in a model that shares
 prefixes and in one that does not.  No two rounds have a token sequence in common, so nothing is left of the one before.

@@ -1,6 +1,6 @@
 """What the engine adds to a request: arrival, id, lane, task, outcome and end, with a handler that does nothing.
 
-    python benchmarks/registry.py [--check] [--json FILE]
+    python -m benchmarks.registry [--check] [--json FILE]
 
 Three things, on a scripted decoder that nobody asks for anything:
 

@@ -1,6 +1,6 @@
 """Many requests, most of which are cancelled somewhere on their way, and what they leave behind: nothing.
 
-    python benchmarks/soak.py [--model smollm2] [--requests 1000] [--rounds 5]
+    python -m benchmarks.soak [--model smollm2] [--requests 1000] [--rounds 5]
 
 Requests of random lengths come eight at a time more than there are slots.  By lot each is answered to its end, or
 cancelled by its id or by its scope, or left by its caller, while it waits, at its first text or in the middle of it.

@@ -1,6 +1,6 @@
 """What nmt costs over CTranslate2 alone, how soon it stops, and how it lives with a language model.
 
-    python benchmarks/translate.py [--package FILE] [--sentences FILE] [--model NAME] [--check] [--json FILE]
+    python -m benchmarks.translate [--package FILE] [--sentences FILE] [--model NAME] [--check] [--json FILE]
 
 - *Throughput*: the same sentences through the engine and through a bare loop over ``translate_batch``, tokenising
   included, turn by turn in one process; the median of the ratios.  ``--check`` fails below 0.95.
