@@ -125,7 +125,7 @@ class BatchPolicy:
     chunk_probe: int = 32
     chunk_overrun: float = 0.3
     rounds_target: float = 0.0
-    rounds_max: int = 16
+    rounds_max: int = 32
 
     def choose_slot(self, free: Collection[int]) -> int:
         """The slot for a new sequence: the lowest, so that the slots in use stay close together."""

@@ -221,7 +221,7 @@ int32_t laneway_decoder_is_open(const laneway_decoder *decoder, int32_t slot);
 // One step: the moves, then one batch, then one sample for each chunk that asks.  choices has chunks entries.
 // tokens holds the chunks' tokens one after the other.  In each round after the first the tokens that were picked before
 // are decoded, but for end tokens, and the next ones picked; all chunks must be of one token then, and ask for one.
-enum { LANEWAY_MOST_ROUNDS = 16 };
+enum { LANEWAY_MOST_ROUNDS = 32 };
 
 typedef struct laneway_chunk {
     int32_t slot;

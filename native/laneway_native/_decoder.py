@@ -29,7 +29,7 @@ from laneway_native._gbnf import check_gbnf
 from laneway_native._log import follow_level
 from laneway_native._machine import available, default_threads
 from laneway_native._memory import KV_TYPES, KvType, Need, context_need, shortage
-from laneway_native._policy import KvMode, plan
+from laneway_native._policy import ROUNDS_TARGET, KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ class LlamaDecoder:
     next step before they sleep, in units of some 0.05 s, 0 to 100.
     ``kv_type``: f16, f32, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  ``kv_mode``: "split" or "unified"; with
     ``flash_attention``, None leaves the choice to :func:`laneway_native.plan`.  ``chunk_target``: seconds that one
-    prefill chunk may take while others decode.  ``lora``: pairs of an adapter file and its scale.  ``rope_freq_base``
-    and ``rope_freq_scale``: 0 takes the model's own.
+    prefill chunk may take while others decode.  ``rounds_target``: seconds, about, that one step decodes for before it
+    tells what it has picked; 0: one token of each sequence.  ``lora``: pairs of an adapter file and its scale.
+    ``rope_freq_base`` and ``rope_freq_scale``: 0 takes the model's own.
 
     Raises :class:`ModelLoadError` if llama.cpp cannot make the context, or before anything is allocated if it would not
     fit into memory.
@@ -89,6 +90,7 @@ class LlamaDecoder:
         kv_mode: KvMode | None = None,
         flash_attention: bool | None = None,
         chunk_target: float = 0.1,
+        rounds_target: float = ROUNDS_TARGET,
         lora: Sequence[tuple[str | os.PathLike[str], float]] = (),
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
@@ -107,6 +109,8 @@ class LlamaDecoder:
             raise ModelLoadError(source, f"kv_mode is 'split', 'unified' or None, not {kv_mode!r}")
         if not (isinstance(chunk_target, (int, float)) and 0 < chunk_target < math.inf):
             raise ModelLoadError(source, f"chunk_target is a number of seconds above 0, not {chunk_target!r}")
+        if not (isinstance(rounds_target, (int, float)) and 0 <= rounds_target < math.inf):
+            raise ModelLoadError(source, f"rounds_target is a number of seconds from 0, not {rounds_target!r}")
         self._kv = KV_TYPES[kv_type]
         self._slots = parallel
         self._window = context_size // parallel
@@ -123,6 +127,7 @@ class LlamaDecoder:
                 key_length=model.header.key_length, value_length=model.header.value_length, kv_type=kv_type
             ),
             chunk_target=chunk_target,
+            rounds_target=rounds_target,
             kv_mode=kv_mode,
             flash_attention=flash_attention,
             most_tokens=_MOST_TOKENS,

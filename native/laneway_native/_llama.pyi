@@ -85,7 +85,7 @@ class _Lib:
     LANEWAY_BAD_STATE: Final = 111
     LANEWAY_NOT_FINITE: Final = 112
     LANEWAY_TOP_LOGPROBS: Final = 20
-    LANEWAY_MOST_ROUNDS: Final = 16
+    LANEWAY_MOST_ROUNDS: Final = 32
 
     def laneway_start(self, folder: bytes, /) -> None: ...
     def laneway_llama_version(self) -> Any: ...

@@ -87,6 +87,9 @@ class LlamaOptions:
     """None: as is fast for the window's size."""
     chunk_target: float = attrs.field(default=0.1, validator=[number(0, 60), _positive])
     """Seconds for which the intake of a prompt may hold up those that are being answered."""
+    delivery_interval: float = attrs.field(default=0.08, validator=number(0, 60))
+    """Seconds of tokens, about, that are handed out together: going to and fro for each token of a fast model would
+    cost a few percent of its speed.  0: each token at once.  Who comes or leaves never waits for it."""
     stall_timeout: float | None = attrs.field(default=None, validator=optional(_seconds))
     """Seconds for which a run may stay paused by its reader before it is ended; None: for ever."""
     prefix_cache: bool = attrs.field(default=True, validator=of_type(bool))
@@ -158,6 +161,7 @@ async def _make_decoder(
         kv_mode=options.kv_mode,
         flash_attention=options.flash_attention,
         chunk_target=options.chunk_target,
+        rounds_target=options.delivery_interval,
         lora=options.lora,
         rope_freq_base=options.rope_freq_base,
         rope_freq_scale=options.rope_freq_scale,

@@ -317,7 +317,7 @@ def test_short_decode_steps_make_several_tokens_once_their_time_is_known() -> No
     assert rounds(Bench(seq()), 4) == [0, 1, 1, 1]
     bench = Bench(seq(), policy=ROUNDS)
     assert [bench.step(seconds=0.0).batch.rounds for _ in range(3)] == [1, 1, 1]
-    assert BatchPolicy(rounds_target=0.02).rounds(1e-9) == 16
+    assert BatchPolicy(rounds_target=0.02).rounds(1e-9) == 32
     assert BatchPolicy(rounds_target=0.02).rounds(0.008) == 2
 
 

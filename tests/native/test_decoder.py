@@ -287,7 +287,7 @@ async def test_steps_that_make_no_sense_are_refused_and_harm_nobody(tiny: Model)
         for moves in [((0, 0),), ((0, 9),), ((9, 1),), ((0, -1),)]:
             with pytest.raises(DecodeError):
                 await decoder.step(StepBatch((), moves))
-        for tokens, sample, rounds in [([7], True, 0), ([7], True, 17), ([7], False, 2), ([7, 8], True, 2)]:
+        for tokens, sample, rounds in [([7], True, 0), ([7], True, 33), ([7], False, 2), ([7, 8], True, 2)]:
             with pytest.raises(DecodeError, match="rounds"):
                 await decoder.step(StepBatch((Chunk(0, here, tokens, sample),), rounds=rounds))
         with pytest.raises(DecodeError, match="open already"):
@@ -461,6 +461,7 @@ async def test_moves_happen_although_the_step_is_interrupted(tiny: Model, monkey
         ({"kv_mode": "both"}, "kv_mode"),
         ({"chunk_target": 0}, "chunk_target"),
         ({"chunk_target": float("nan")}, "chunk_target"),
+        ({"rounds_target": -1}, "rounds_target"),
         ({"lora": [("/nowhere/adapter.gguf", 1.0)]}, "adapter"),
     ],
 )
