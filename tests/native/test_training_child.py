@@ -143,6 +143,36 @@ def test_killed_and_resumed_it_is_the_unbroken_run(start: Start, job: Job, tmp_p
     assert Path(job.output).read_bytes() == (tmp_path / "unbroken.gguf").read_bytes()
 
 
+def test_killed_in_the_midst_of_a_checkpoint_it_goes_on_from_the_one_before(
+    start: Start, job: Job, tmp_path: Path
+) -> None:
+    unbroken = told(run_to_end(start, attrs.evolve(job, output=str(tmp_path / "unbroken.gguf"))))
+    child = start(job)
+    child.tell("pause")
+    paused = child.events()[-1]
+    assert isinstance(paused, Paused)
+    assert paused.step < 10
+    assert child.end()[0] == 0
+    # A pipe that nobody reads from holds it up where it begins to write.
+    part = Path(job.checkpoint) / "state.part"
+    os.mkfifo(part)
+    child = start(attrs.evolve(job, resume=True))
+    due = paused.step - paused.step % 5 + 5
+    child.events(lambda event: isinstance(event, Step) and event.step == due)
+    child.process.send_signal(signal.SIGKILL)
+    assert of(Checkpoint, child.events()) == []
+    assert child.end()[0] == -signal.SIGKILL
+    part.unlink()
+    part.write_bytes(b"LWTRAIN1 and no more")
+    info = checkpoint_info(job.checkpoint)
+    assert info is not None
+    assert info.step == paused.step
+    rest = run_to_end(start, attrs.evolve(job, resume=True))
+    assert told(rest) == unbroken[-len(told(rest)) :]
+    assert Path(job.output).read_bytes() == (tmp_path / "unbroken.gguf").read_bytes()
+    assert not part.exists()
+
+
 def test_it_ends_at_once_when_its_parent_is_gone(start: Start, job: Job) -> None:
     child = start(attrs.evolve(job, settings=attrs.evolve(job.settings, epochs=100_000, schedule="constant")))
     child.events(lambda event: isinstance(event, Step))
