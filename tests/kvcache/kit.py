@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +39,26 @@ def threads_at_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(trio.to_thread, "run_sync", run_sync)
     patch.setattr(trio.from_thread, "check_cancelled", lambda: None)
+
+
+@contextlib.contextmanager
+def forbidden(folder: Path) -> Iterator[None]:
+    """Nobody may look into ``folder``: a real mode would not keep root out."""
+    inside = str(folder)
+
+    def denying(function: Callable[..., Any], *, itself: bool) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **how: Any) -> Any:
+            name = "" if isinstance(path, int) else os.fsdecode(path)
+            if name.startswith(inside + os.sep) or (itself and name == inside):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            return function(path, *args, **how)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stat", "lstat", "open", "mkdir", "listdir", "unlink", "rmdir", "utime"):
+            patch.setattr(os, name, denying(getattr(os, name), itself=name == "listdir"))
+        yield
 
 
 @attrs.define

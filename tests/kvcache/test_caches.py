@@ -82,6 +82,18 @@ async def test_the_listing_shows_key_model_tokens_bytes_and_age(caches: KVCaches
 # Deletion.
 
 
+async def test_a_copy_of_a_file_is_listed_by_where_it_lies(caches: KVCaches) -> None:
+    path = put(caches, "a")
+    for key in ("b", "c/d"):
+        copy = caches.root() / path_of(key, "m")
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(path.read_bytes())
+    assert await keys(caches) == [("a", "m"), ("b", "m"), ("c/d", "m")]
+    (entry,) = (await caches.delete("b")).deleted
+    assert entry.key == "b"
+    assert await keys(caches) == [("a", "m"), ("c/d", "m")]
+
+
 async def test_K5_a_key_is_deleted_on_all_models_or_on_one_and_nested_keys_stay(caches: KVCaches) -> None:
     for key, model in (("a", "m"), ("a", "n"), ("a/b", "m"), ("ab", "m"), ("", "m")):
         put(caches, key, model)
@@ -281,6 +293,18 @@ async def test_K6_a_prune_removes_what_killed_processes_left_but_not_what_is_bei
     assert [file.exists() for file in left] == [True, False]
     await caches.prune()
     assert list(disk.files()) == ["named/a/=m.kv"]
+    assert disk.folders() == []
+
+
+async def test_a_foreign_file_is_neither_listed_nor_deleted_nor_in_the_way(caches: KVCaches, tmp_path: Path) -> None:
+    path = put(caches, "a")
+    foreign = [path.with_name(name) for name in (".tmp", "notes.tmp", "=m.kv.bak.tmp")]
+    for file in foreign:
+        file.write_bytes(b"mine")
+    assert await keys(caches) == [("a", "m")]
+    await caches.prune()
+    assert names(await caches.delete_everything()) == [("a", "m")]
+    assert all(file.read_bytes() == b"mine" for file in foreign)
 
 
 async def test_K6_a_commit_brings_automatic_caches_within_their_bounds(

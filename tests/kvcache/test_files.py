@@ -156,6 +156,19 @@ def test_what_a_killed_process_left_is_swept_away_by_the_next_turn_on_that_file(
     assert _files.target_of(others) == path.with_name("=other.kv")
 
 
+@pytest.mark.parametrize(
+    "name", [".tmp", "..tmp", "x.tmp", "x.0123.tmp", "=m.kv.tmp", "=m.kv..tmp", "=m.kv.old.tmp", "=m.kv.0123.tmp.tmp"]
+)
+def test_a_foreign_file_is_nobodys_temporary_one(tmp_path: Path, name: str) -> None:
+    path, _ = _old(tmp_path)
+    foreign = path.with_name(name)
+    foreign.write_bytes(b"mine")
+    assert _files.target_of(foreign) is None
+    assert _files.sweep(path) == 0
+    assert list(_files.walk(path.parent)) == [path]
+    assert foreign.read_bytes() == b"mine"
+
+
 def test_tidy_removes_what_is_empty_and_never_the_root(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     folder = root / "named/a/b"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import trio
 
 import laneway
 from laneway._kvcache import _files
+from laneway._kvcache._format import Facts
 from laneway_plugins import completion
 from tests.kvcache.kit import GREEDY, Directory, Talk, cached, cold, report
 
@@ -147,8 +149,9 @@ async def test_K3_writing_does_not_hold_the_event_loop_up(tmp_path: Path, monkey
             assert report(await turn.result()).ended == "commit"
 
 
+@pytest.mark.parametrize("how", ["by scope", "by unload"])
 async def test_K3_a_cancel_in_the_middle_of_a_write_leaves_the_file_byte_for_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     disk = Directory(tmp_path)
     writing, go_on = trio.Event(), trio.Event()
@@ -169,14 +172,60 @@ async def test_K3_a_cancel_in_the_middle_of_a_write_leaves_the_file_byte_for_byt
         talk = Talk(s.model, "x")
         await talk.say("Hello")
         before = disk.files()
-        monkeypatch.setattr(_files, "_blocks", slow)
-        with trio.fail_after(60):
+
+        async def turn() -> None:
+            if how == "by scope":
+                await talk.say("a turn that is cancelled")
+            else:
+                with pytest.raises(laneway.InferenceCancelledError, match="unloaded") as caught:
+                    await talk.say("a turn that is cancelled")
+                assert caught.value.stats is not None
+                assert caught.value.stats.cache is not None
+                assert caught.value.stats.cache.ended == "release"
+
+        with monkeypatch.context() as patch, trio.fail_after(60):
+            patch.setattr(_files, "_blocks", slow)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(talk.say, "a turn that is cancelled")
+                nursery.start_soon(turn)
                 await writing.wait()
                 assert len(disk.files()) == 3  # the file, the lock, and what is being written
-                nursery.cancel_scope.cancel()
+                if how == "by scope":
+                    nursery.cancel_scope.cancel()
+                else:
+                    await s.engine.unload_model(s.model)
+                    assert disk.files() == before
+        assert disk.files() == before
+        if how == "by scope":
+            s.assert_idle()
+            assert (await talk.say("a turn that is not")).stats.cached_tokens > 20
+
+
+async def test_K3_a_cancel_while_the_file_is_read_is_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Directory(tmp_path)
+    reading, go_on, done = trio.Event(), threading.Event(), threading.Event()
+    read = _files.read
+
+    def slow(path: Path, wanted: Callable[[Facts], None]) -> _files.Stored:
+        trio.from_thread.run_sync(reading.set)
+        assert go_on.wait(60)
+        try:
+            return read(path, wanted)
+        finally:
+            done.set()
+
+    async with cached(tmp_path) as s:
+        await Talk(s.model, "x").say("Hello")
+        before = disk.files()
+        monkeypatch.setattr(_files, "read", slow)
+        with trio.fail_after(60), pytest.raises(laneway.InferenceCancelledError) as caught:
+            async with completion.stream(s.model, HELLO, kv_cache="x", request_id="turn", **GREEDY) as run:
+                await reading.wait()
+                s.engine.cancel("turn")
+                await run.result()
+        go_on.set()
+        assert await trio.to_thread.run_sync(done.wait, 60)
+        assert caught.value.stats is not None
+        assert caught.value.stats.cache is not None
+        assert (caught.value.stats.cache.ended, caught.value.stats.cache.reason) == ("release", "it was cancelled")
         assert disk.files() == before
         s.assert_idle()
-        monkeypatch.undo()
-        assert (await talk.say("a turn that is not")).stats.cached_tokens > 20

@@ -25,7 +25,7 @@ from laneway import (
 )
 from laneway._kvcache import _files
 from laneway_plugins import completion
-from tests.kvcache.kit import GREEDY, STEP, Directory, Talk, cached, cold, report, threads_at_once
+from tests.kvcache.kit import GREEDY, STEP, Directory, Talk, cached, cold, forbidden, report, threads_at_once
 from tests.plugins.scripted import Scripted
 
 
@@ -667,6 +667,54 @@ async def test_K4_a_directory_that_cannot_be_made_costs_the_cache_and_not_the_an
             assert report(answer).reason
         assert await s.engine.kv_caches.list() == ()
     assert disk.kv.read_text() == "a file, where the directory should be"
+
+
+@pytest.mark.parametrize("kv_cache", ["x", "users/7/x", True])
+@pytest.mark.parametrize("what", ["all keys", "the key", "the locks"])
+async def test_K4_a_directory_that_may_not_be_looked_into_costs_the_cache_and_not_the_answer(
+    disk: Directory, kv_cache: str | bool, what: str
+) -> None:
+    async with cached(disk.top) as s:
+        talk, before = await _committed(s, disk, kv_cache)
+        (name,) = before
+        path = (disk.kv / name).resolve()
+        base = disk.kv.resolve() / Path(name).parts[0]
+        folder = {"all keys": base, "the key": path.parent, "the locks": disk.kv.resolve() / "locks"}[what]
+        with forbidden(folder):
+            answer = await talk.say("and on")
+        assert answer.tokens == cold(s, talk.messages)
+        assert answer.stats.cached_tokens == 0
+        # The file of a history that cannot be looked for is not known to be there.
+        ended = "rollback" if kv_cache is True and what != "the locks" else "release"
+        assert (report(answer).ended, "ermission denied" in str(report(answer).reason)) == (ended, True)
+        assert disk.files() == before
+        s.assert_idle()
+        assert (await talk.say("and on")).tokens == cold(s, talk.messages)
+
+
+@pytest.mark.parametrize("kv_cache", ["x", True])
+async def test_a_foreign_file_beside_it_is_not_in_the_way(disk: Directory, kv_cache: str | bool) -> None:
+    async with cached(disk.top) as s:
+        talk, (name,) = await _committed(s, disk, kv_cache)
+        foreign = [(disk.kv / name).with_name(other) for other in (".tmp", "notes.tmp")]
+        for file in foreign:
+            file.write_bytes(b"mine")
+        answer = await talk.say("and on")
+        assert answer.tokens == cold(s, talk.messages)
+        assert report(answer).ended == "commit"
+        assert all(file.read_bytes() == b"mine" for file in foreign)
+
+
+async def test_a_copy_under_another_key_becomes_that_keys_own(disk: Directory) -> None:
+    async with cached(disk.top) as s:
+        talk, _ = await _committed(s, disk, "x")
+        disk.file("y").parent.mkdir()
+        disk.file("y").write_bytes(disk.file("x").read_bytes())
+        branch = Talk(s.model, "y", list(talk.messages))
+        answer = await branch.say("another way")
+        assert answer.tokens == cold(s, branch.messages)
+        assert answer.stats.cached_tokens > 20
+        assert [_files.read_head(disk.file(key)).facts.key for key in ("x", "y")] == ["x", "y"]
 
 
 async def test_a_turn_commits_once(disk: Directory) -> None:

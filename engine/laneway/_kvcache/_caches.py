@@ -21,7 +21,7 @@ from laneway._errors import CacheKeyError, InvalidRequestError
 from laneway._kvcache import _files
 from laneway._kvcache._format import Facts, Miss
 from laneway._kvcache._history import History, history_of, nearest
-from laneway._kvcache._keys import AUTOMATIC, NAMED, check_model, folder_of, path_of
+from laneway._kvcache._keys import AUTOMATIC, NAMED, check_model, folder_of, lies_in, path_of
 from laneway._kvcache._locks import FileLock
 from laneway._kvcache._retention import CacheRetention, Candidate, evict
 from laneway._sources import cache_directory
@@ -253,9 +253,14 @@ class KVCaches:
     def _prune(self, retention: CacheRetention) -> CacheDeletion:
         """:meth:`prune`, blocking."""
         for path in _files.walk(self.root()):
-            if path.name.endswith(_files.TEMPORARY):
-                self._holding(_files.target_of(path), _files.sweep)
+            target = _files.target_of(path)
+            if target is not None:
+                self._holding(target, self._sweep_held)
         return self.evict(retention)
+
+    def _sweep_held(self, path: Path) -> None:
+        _files.sweep(path)
+        _files.tidy(path.parent, self.root())
 
     def evict(self, retention: CacheRetention) -> CacheDeletion:
         """Remove automatic caches, the longest unused first, until they are within their bounds.  Blocks."""
@@ -292,8 +297,7 @@ class KVCaches:
 
     def _remove_held(self, path: Path) -> None:
         _files.remove(path)
-        _files.sweep(path)
-        _files.tidy(path.parent, self.root())
+        self._sweep_held(path)
 
     def _holding(self, path: Path, work: Callable[[Path], object]) -> bool:
         """Do ``work`` on a file under its lock; False if somebody else has that."""
@@ -322,8 +326,9 @@ class KVCaches:
         below = path.relative_to(self.root()).parts
         key = None
         if below[0] == NAMED:
-            # Of a file that cannot be read the folded key is all that there is.
-            key = facts.key if facts is not None else unquote("/".join(below[1:-1]))
+            # Of a file that cannot be read, or that was copied from another key, the folded key is all that there is.
+            ours = facts is not None and lies_in(facts.key, "/".join(below[:-1]))
+            key = facts.key if facts is not None and ours else unquote("/".join(below[1:-1]))
         return CacheEntry(
             key=key,
             model="" if facts is None else facts.model,
@@ -336,4 +341,4 @@ class KVCaches:
 
 
 def _caches(paths: Iterable[Path]) -> Iterator[Path]:
-    return (path for path in paths if not path.name.endswith(_files.TEMPORARY))
+    return (path for path in paths if _files.target_of(path) is None)

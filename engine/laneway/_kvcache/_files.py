@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from laneway._kvcache._keys import SUFFIX
 log = logging.getLogger("laneway.cache")
 
 TEMPORARY = ".tmp"
+_MADE_FOR = re.compile(rf"(.+{re.escape(SUFFIX)})\.[0-9a-f]+{re.escape(TEMPORARY)}", re.DOTALL)
 _BLOCK = 2**20  # bytes between two looks at whether the writing is still wanted
 
 
@@ -58,7 +60,7 @@ def place(root: Path, base: str, relative: str, key: str = "") -> Path:
         resolved = Path(os.path.realpath(path, strict=False))
     except OSError as error:
         raise CacheKeyError(key, f"{path} cannot be followed: {_reason(error)}") from None
-    if resolved.is_symlink():
+    if os.path.islink(resolved):  # where looking is forbidden, whoever opens the file will hear of it
         raise CacheKeyError(key, f"{path} is a link that leads round in circles")
     # A file, whose name begins so, lies in the directory of a key, and that is never the directory of all keys.
     folder = resolved.parent if path.name.startswith("=") else resolved
@@ -137,14 +139,25 @@ def sweep(path: Path) -> int:
     """Remove the temporary files of ``path``, whose lock the caller holds.  Returns how many there were."""
     count = 0
     for name in _names(path.parent):
-        if name.endswith(TEMPORARY) and target_of(path.with_name(name)) == path:
+        if target_of(path.with_name(name)) == path:
             count += remove(path.with_name(name))
     return count
 
 
-def target_of(temporary: Path) -> Path:
-    """The place that a temporary file was made for."""
-    return temporary.with_name(temporary.name.removesuffix(TEMPORARY).rpartition(".")[0])
+def target_of(path: Path) -> Path | None:
+    """The place that a temporary file of ours was made for; None for any other file, whatever it ends with."""
+    made_for = _MADE_FOR.fullmatch(path.name)
+    return None if made_for is None else path.with_name(made_for[1])
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; True, too, if nobody lets us look, for it may well be there."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def tidy(folder: Path, root: Path) -> None:
@@ -160,7 +173,7 @@ def tidy(folder: Path, root: Path) -> None:
 
 
 def walk(folder: Path, *, deep: bool = True) -> Iterator[Path]:
-    """All files below ``folder`` that end as caches and their temporary files do, links left out."""
+    """All files below ``folder`` that are named as caches and their temporary files are, links left out."""
     for name in _names(folder):
         path = folder / name
         try:
@@ -170,7 +183,7 @@ def walk(folder: Path, *, deep: bool = True) -> Iterator[Path]:
         if stat.S_ISDIR(mode):
             if deep:
                 yield from walk(path)
-        elif stat.S_ISREG(mode) and name.endswith((SUFFIX, TEMPORARY)):
+        elif stat.S_ISREG(mode) and (name.endswith(SUFFIX) or target_of(path) is not None):
             yield path
 
 

@@ -95,6 +95,14 @@ def folder_of(key: str) -> str:
     return "/".join((NAMED, *map(_name, check_key(key))))
 
 
+def lies_in(key: str, folder: str) -> bool:
+    """Whether ``folder`` is the directory of a key's files; False for what is no key."""
+    try:
+        return folder_of(key) == folder
+    except CacheKeyError:
+        return False
+
+
 def path_of(key: str, model: str) -> str:
     """The file of a key on a model, with ``/`` between its parts."""
     return f"{folder_of(key)}/={_name(check_model(model, key))}{SUFFIX}"

@@ -20,7 +20,7 @@ from laneway._kvcache import _files
 from laneway._kvcache._caches import CachePlan, lane_key
 from laneway._kvcache._format import Facts, Miss, common
 from laneway._kvcache._history import History
-from laneway._kvcache._keys import folder_of
+from laneway._kvcache._keys import lies_in
 from laneway._kvcache._locks import FileLock
 from laneway._tokens import SavedState
 
@@ -76,10 +76,14 @@ class CacheTurn:
         return f"<laneway.CacheTurn {self._plan.key or 'automatic'!r} {state}>"
 
     async def __aenter__(self) -> CacheTurn:
-        await trio.to_thread.run_sync(self._look)
-        if self._unusable is None:
-            # Reading a large state takes a while and changes nothing, so a cancel need not wait for it.
-            await trio.to_thread.run_sync(self._begin, abandon_on_cancel=True)
+        try:
+            await trio.to_thread.run_sync(self._look)
+            if self._unusable is None:
+                # Reading a large state takes a while and changes nothing, so a cancel need not wait for it.
+                await trio.to_thread.run_sync(self._begin, abandon_on_cancel=True)
+        except BaseException as error:
+            self.release(_reason_of(error))
+            raise
         return self
 
     async def __aexit__(
@@ -88,14 +92,7 @@ class CacheTurn:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.report is None:
-            if error is None:
-                reason = "it ended without a commit"
-            elif isinstance(error, trio.Cancelled):
-                reason = "it was cancelled"
-            else:
-                reason = f"it failed: {error}"
-            self._end("release", reason)
+        self.release("it ended without a commit" if error is None else _reason_of(error))
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     def release(self, reason: str) -> None:
@@ -140,7 +137,7 @@ class CacheTurn:
     def _look(self) -> None:
         path, gate = self._plan.path, self._plan.gate
         if path is not None:
-            self._existed = path.is_file()
+            self._existed = _files.is_file(path)
         if gate is not None and not gate.held:
             why = "nobody has taken the lock" if gate.failure is None else _files.explain(gate.failure)
             self._miss = self._unusable = f"the file cannot be locked: {why}"
@@ -156,7 +153,7 @@ class CacheTurn:
 
     def _read(self) -> SavedState:
         plan, path = self._plan, self._plan.path
-        if plan.history is not None and (path is None or not path.exists()):
+        if plan.history is not None and (path is None or not _files.is_file(path)):
             # Another turn may have gone on from there while this one waited for it.
             path, _ = self._caches.nearest(plan.history)
             if path is None:
@@ -170,8 +167,8 @@ class CacheTurn:
         return SavedState(stored.facts.tokens, stored.state, verified=True)
 
     def _wanted(self, path: Path, facts: Facts) -> None:
-        if self._plan.key is not None and folder_of(facts.key or self._plan.key) != folder_of(self._plan.key):
-            self._key = facts.key  # this key is an alias: the file keeps its name
+        if self._plan.key is not None and lies_in(facts.key, path.parent.relative_to(self._caches.root()).as_posix()):
+            self._key = facts.key  # which this turn's key may be an alias of: the file keeps its name
         if facts.fingerprint != self._plan.fingerprint:
             raise Miss("the file is of another model, or of one that was loaded with other settings")
         shared = common(facts.tokens, self._prompt)
@@ -226,3 +223,7 @@ class CacheTurn:
         log.info("cache=%s turn=%s reason=%s miss=%s", self._plan.key, outcome, reason, self._miss)
         if self._on_end is not None:
             self._on_end(self.report)
+
+
+def _reason_of(error: BaseException) -> str:
+    return "it was cancelled" if isinstance(error, trio.Cancelled) else f"it failed: {error}"
