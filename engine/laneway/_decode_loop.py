@@ -268,8 +268,9 @@ class DecodeLoop:
             self.scheduler.missed(sequence)
         if opening.load:
             await self._load(sequence)
-        if opening.opens:
+        if not self.scheduler.follows(sequence):
             self._streams[sequence].restore = None  # it may be large
+        if opening.opens:
             self._open_sampler(sequence, slot)
 
     def _open_sampler(self, sequence: Sequence, slot: int) -> None:
@@ -300,10 +301,12 @@ class DecodeLoop:
         """Copy the state of a sequence that has ended, then free its slot."""
         sequence = tokens.sequence
         assert sequence.slot is not None
-        try:
-            tokens.seal = await _beside(self.decoder.save(sequence.slot), self._deliver_beside)
-        except DecodeError as error:
-            log.warning("the state of a sequence of model %r could not be saved: %s", self._model, error.reason)
+        # Its owner may have been cancelled while others were saved.
+        if tokens.wants_state:
+            try:
+                tokens.seal = await _beside(self.decoder.save(sequence.slot), self._deliver_beside)
+            except DecodeError as error:
+                log.warning("the state of a sequence of model %r could not be saved: %s", self._model, error.reason)
         self._vacate(sequence)
         self._forget(tokens)
 

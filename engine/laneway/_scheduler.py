@@ -360,6 +360,10 @@ class Scheduler:
         assert sequence.computed == sequence.cached
         sequence.computed = sequence.cached = sequence.restored = 0
 
+    def follows(self, sequence: Sequence) -> bool:
+        """Whether a sequence waits for another's cells.  It may yet load its saved state, should they not come."""
+        return sequence in self._followers
+
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing to do until somebody is added or resumed.
 
@@ -509,6 +513,10 @@ class Scheduler:
         while (sequence := self._done_following()) is not None:
             del self._followers[sequence]
             source, length, again = self._find_prefix(sequence)
+            if sequence.restorable > (length if again is None else again[1]):
+                # Whom it waited for has ended before its time.
+                sequence.computed = sequence.cached = sequence.restored = sequence.restorable
+                return Opening(sequence=sequence, load=True, opens=False)
             if again is not None:
                 self._followers[sequence] = again
             elif source is not None:

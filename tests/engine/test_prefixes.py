@@ -267,6 +267,39 @@ async def test_a_saved_state_counts_where_it_is_longer_than_what_is_in_memory(
         b.nothing_left()
 
 
+async def test_a_saved_state_is_taken_up_when_whoever_was_to_have_more_is_cancelled(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    first, second = prompts(2)
+
+    async def save(ctx: laneway.RequestContext) -> laneway.SavedState | None:
+        async with ctx.generate(list(COMMON[:24]), GREEDY, max_tokens=1, keep_state=True) as tokens:
+            await tokens.finish()
+        return await tokens.saved_state()
+
+    async with bench(1) as b, b.run("body", Body(save)) as run:
+        state = await run.result()
+    assert len(state.tokens) == 24
+    async with bench(2) as b:
+
+        async def follow(ctx: laneway.RequestContext) -> int:
+            async with ctx.generate(list(second), GREEDY, max_tokens=4, restore=state) as tokens:
+                answer = await tokens.finish()
+            assert answer.tokens == b.decoder.expected(second, GREEDY, 4).tokens
+            return tokens.restored
+
+        with pytest.raises(laneway.InferenceCancelledError):
+            async with b.run("generate", Generate(first), request_id="first") as leading:
+                async with b.run("body", Body(follow)) as run:
+                    await trio.sleep(0.15)
+                    assert (b.decoder.statistics().prefill_steps, b.decoder.statistics().loads) == (1, 0)
+                    b.engine.cancel("first")
+                    assert await run.result() == 24
+                await leading.result()
+        assert b.decoder.statistics().loads == 1
+        b.nothing_left()
+
+
 async def test_S2_a_paused_sequence_is_shared_and_shares(autojump_clock: trio.testing.MockClock) -> None:
     one, two = prompts(2)
     async with bench(2) as b:

@@ -322,6 +322,30 @@ async def test_a_request_that_is_cancelled_during_the_copy_waits_for_it(
                 await run.result()
 
 
+async def test_what_nobody_asks_for_any_more_is_not_copied(autojump_clock: trio.testing.MockClock) -> None:
+    async with bench(2, seconds_per_state=5.0, prefix_cache=False) as b:
+
+        def turn(prompt: tuple[int, ...]) -> Body:
+            async def body(ctx: laneway.RequestContext) -> laneway.SavedState | None:
+                async with ctx.generate(list(prompt), GREEDY, max_tokens=5, keep_state=True) as tokens:
+                    await tokens.finish()
+                    return await tokens.saved_state()
+
+            return Body(body)
+
+        # They begin together and end in one step; the second is cancelled while the first is copied.
+        async with b.run("body", turn((1, 2, 3))) as first:
+            with pytest.raises(laneway.InferenceCancelledError):
+                async with b.run("body", turn((4, 5, 6)), request_id="second") as second:
+                    await trio.sleep(3)
+                    assert b.decoder.statistics().saves == 1
+                    b.engine.cancel("second")
+                    await second.result()
+            assert await first.result() is not None
+        assert b.decoder.statistics().saves == 1
+        b.nothing_left()
+
+
 async def test_a_sequence_may_leave_while_another_is_loaded(autojump_clock: trio.testing.MockClock) -> None:
     async with bench(2, seconds_per_state=5.0, prefix_cache=False) as b:
         state = await saved(b)
