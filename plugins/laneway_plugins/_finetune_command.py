@@ -95,9 +95,11 @@ def finetune(
         raise click.UsageError("say what to train on: DATA; or go on with --resume")
     if resume and restart:
         raise click.UsageError("--resume goes on and --restart begins anew: give one of them")
+    request = _request(output, resume, given)
     if restart:
-        _discard(output)
-    result = trio.run(_finetune, model, _request(output, resume, given))
+        # Nothing is thrown away for a training that cannot begin.
+        request.dataset.open("rb").close()
+    result = trio.run(_finetune, model, request, restart)
     _show_result(result, model, plot)
     if result.state == "paused":
         ctx.exit(128 + signal.SIGINT)
@@ -122,17 +124,13 @@ def _request(output: Path, resume: bool, given: dict[str, Any]) -> FinetuneReque
     return attrs.evolve(plugin.stored_request(output), **given)
 
 
-def _discard(output: Path) -> None:
-    from laneway_plugins import finetune as plugin
-
-    plugin.discard(output)
-
-
-async def _finetune(source: str, request: FinetuneRequest) -> FinetuneResult:
+async def _finetune(source: str, request: FinetuneRequest, restart: bool) -> FinetuneResult:
     from laneway_plugins import finetune as plugin
 
     async with open_engine() as engine:
         model = await engine.load_model(source, 1, context_size=CONTEXT_SIZE)
+        if restart:
+            await trio.to_thread.run_sync(plugin.discard, request.output)
         result: FinetuneResult | None = None
         # Up to here, while the data are read too, Ctrl-C ends the program: there is nothing to pause yet.
         async with plugin.start_request(model, request) as training:

@@ -510,7 +510,7 @@ def _nothing_to_resume(output: Path) -> FinetuneError:
 def _no_record(output: Path) -> FinetuneError:
     return FinetuneError(
         f"there is a checkpoint of a training of {output}, and what was written down of it cannot be read, so it "
-        "cannot go on; throw it away (discard), or choose another output"
+        "cannot go on; throw it away (discard, or --restart), or choose another output"
     )
 
 
@@ -746,8 +746,8 @@ def _check_start(request: FinetuneRequest, plan: Plan, files: TrainingFiles) -> 
     if not request.resume:
         if there:
             raise FinetuneError(
-                f"there is a paused training of {files.output}; go on with it (resume), throw it away "
-                "(discard), or choose another output"
+                f"there is a paused training of {files.output}; go on with it (resume, or --resume), throw it away "
+                "(discard, or --restart), or choose another output"
             )
         return None
     if record is None or not there:

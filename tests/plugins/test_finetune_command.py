@@ -192,6 +192,17 @@ def test_restart_throws_the_paused_one_away(program: Program, trainer: ScriptedT
     assert (trainer.child.job["resume"], trainer.child.job["rank"]) == (False, 2)
 
 
+def test_restart_throws_nothing_away_for_what_cannot_begin(
+    program: Program, trainer: ScriptedTrainer, data: str, output: str, tmp_path: Path
+) -> None:
+    trainer.behave = interrupted_at(2)
+    assert program("finetune", "scripted:m", data, "-o", output).exit_code == 130
+    wrong = (["scripted:m", data, "--rank", "0"], ["scripted:m", str(tmp_path / "no")], ["no-such-model", data])
+    for arguments in wrong:
+        assert program("finetune", *arguments, "-o", output, "--restart").exit_code == 1
+        assert finetune.state(output).state == "paused"
+
+
 def test_a_second_ctrl_c_leaves_at_once(program: Program, trainer: ScriptedTrainer, data: str, output: str) -> None:
     async def behave(child: ScriptedChild) -> None:
         await child.begin()
