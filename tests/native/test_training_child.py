@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,6 +181,40 @@ def test_it_ends_at_once_when_its_parent_is_gone(start: Start, job: Job) -> None
     child.stdin.close()
     assert child.process.wait(timeout=10) == 3
     assert not os.path.exists(job.output)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no way to wait for a process that is not our child")
+def test_it_ends_when_its_parent_is_gone_although_somebody_holds_the_pipe(job: Job) -> None:
+    """As a process does that the parent has forked, which has all its pipes."""
+    endless = attrs.evolve(job, settings=attrs.evolve(job.settings, epochs=100_000, schedule="constant"))
+    line = endless.to_json().encode() + b"\n"
+    program = f"""
+        import os, subprocess, sys, time
+        child = subprocess.Popen({COMMAND!r}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        child.stdin.write({line!r})
+        child.stdin.flush()
+        child.stdout.readline()
+        holder = os.fork()
+        if not holder:
+            sys.stdout.close()
+            os.close(1)
+            time.sleep(600)
+        print(child.pid, holder, flush=True)
+        child.wait()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child, holder = map(int, parent.stdout.readline().split())
+        watch = os.pidfd_open(child)
+        try:
+            parent.kill()
+            parent.wait(60)
+            assert select.select([watch], [], [], 30)[0]
+        finally:
+            os.close(watch)
+            os.kill(holder, signal.SIGKILL)
 
 
 def test_it_ends_when_it_was_told_nothing() -> None:

@@ -51,6 +51,7 @@ logger = logging.getLogger("laneway.training")
 
 ORPHANED = 3
 """Exit status of a child whose parent is gone."""
+_LOOK_SECONDS = 1.0
 
 
 class _Reporter:
@@ -79,6 +80,13 @@ def _listen(lines: BinaryIO, pause: threading.Event) -> None:
     os._exit(ORPHANED)
 
 
+def _watch(parent: int) -> None:
+    """End with the parent even if a process that it has forked holds the pipe open, in a thread of its own."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(ORPHANED)
+
+
 def main() -> int:
     """Run one job; the exit status is 0 if the run was done or paused, 1 after an ``error`` event."""
     # llama.cpp would start a debugger when it aborts.
@@ -88,6 +96,7 @@ def main() -> int:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     report = _Reporter(out)
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     lines = sys.stdin.buffer
     first = lines.readline()
     if not first:
