@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -266,6 +267,16 @@ def test_K6_the_longest_unused_go_until_the_rest_is_within_bounds(
 def test_K6_bounds_are_numbers_of_at_least_0(bounds: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="is a number of at least 0, or None"):
         CacheRetention(**bounds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [None, 5, {"max_bytes": 5}])
+def test_K6_bounds_are_checked_when_they_are_set(caches: KVCaches, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="retention is a CacheRetention, not"):
+        caches.retention = wrong
+    assert caches.retention == CacheRetention()
+    if wrong is not None:
+        with pytest.raises(TypeError, match="retention is a CacheRetention, not"):
+            KVCaches(caches.directory, wrong)
 
 
 async def test_K6_only_automatic_caches_are_bounded(caches: KVCaches) -> None:

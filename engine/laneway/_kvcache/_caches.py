@@ -115,7 +115,7 @@ class KVCaches:
     def __init__(
         self, cache_dir: str | os.PathLike[str] | None = None, retention: CacheRetention | None = None
     ) -> None:
-        self.retention = retention or CacheRetention()
+        self.retention = CacheRetention() if retention is None else retention
         self._directory = cache_directory(cache_dir) / "kv"
         self._resolved: Path | None = None
 
@@ -126,6 +126,21 @@ class KVCaches:
     def directory(self) -> Path:
         """Where the files lie."""
         return self._directory
+
+    @property
+    def retention(self) -> CacheRetention:
+        """The bounds of automatic caches (rule K6).  They may be changed at any time."""
+        return self._retention
+
+    @retention.setter
+    def retention(self, value: CacheRetention) -> None:
+        # Looked at after a commit, where it would be too late to complain.
+        if not isinstance(value, CacheRetention):
+            raise TypeError(
+                f"retention is a CacheRetention, not {value!r}; "
+                "for no bounds take CacheRetention(max_bytes=None, max_idle=None)"
+            )
+        self._retention = value
 
     # For operations.
 
