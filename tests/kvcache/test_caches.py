@@ -20,7 +20,7 @@ from laneway._kvcache._history import history_of, nearest
 from laneway._kvcache._keys import path_of
 from laneway._kvcache._retention import Candidate, evict
 from laneway_plugins import completion
-from tests.kvcache.kit import GREEDY, STEP, Directory, Talk, cached, report, threads_at_once
+from tests.kvcache.kit import GREEDY, STEP, Directory, Talk, cached, forbidden, report, threads_at_once
 from tests.kvcache.test_format import nothing
 
 PRINT = bytes(32)
@@ -225,6 +225,21 @@ async def test_a_directory_that_may_not_be_written_to_is_an_error_of_the_system(
     with pytest.raises(PermissionError):
         await caches.delete("a")
     assert len(await caches.list()) == 1
+
+
+@pytest.mark.parametrize("what", ["key", "key and model", "automatic", "everything"])
+async def test_K5_what_cannot_be_looked_for_is_not_said_to_be_gone(caches: KVCaches, what: str) -> None:
+    path = put(caches, "" if what == "automatic" else "a")
+    with forbidden(path.parent), pytest.raises(PermissionError):
+        if what == "automatic":
+            await caches.delete_automatic()
+        elif what == "everything":
+            await caches.delete_everything()
+        else:
+            await caches.delete("a", model=None if what == "key" else "m")
+    assert len(await caches.list()) == 1
+    with forbidden(path.parent):
+        assert await caches.list() == ()
 
 
 # Retention.

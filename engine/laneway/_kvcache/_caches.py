@@ -228,7 +228,7 @@ class KVCaches:
         return await trio.to_thread.run_sync(self._list)
 
     def _list(self) -> tuple[CacheEntry, ...]:
-        entries = [entry for path in self._all() if (entry := self._entry(path)) is not None]
+        entries = [entry for path in self._all(NAMED, AUTOMATIC) if (entry := self._entry(path)) is not None]
         entries.sort(key=lambda entry: (entry.automatic, entry.key or "", entry.age, entry.model))
         return tuple(entries)
 
@@ -242,7 +242,7 @@ class KVCaches:
     def _delete_key(self, key: str, model: str | None) -> CacheDeletion:
         if model is None:
             folder = _files.place(self.root(), NAMED, folder_of(key), key)
-            paths = list(_caches(_files.walk(folder, deep=False)))
+            paths = list(_caches(_files.walk(folder, deep=False, strict=True)))
         else:
             path = self._place(key, check_model(model, key))
             paths = [path] if path.is_file() else []
@@ -252,11 +252,11 @@ class KVCaches:
 
     async def delete_automatic(self) -> CacheDeletion:
         """Delete all caches that have no key."""
-        return await trio.to_thread.run_sync(lambda: self._delete(_caches(_files.walk(self.root() / AUTOMATIC))))
+        return await trio.to_thread.run_sync(lambda: self._delete(self._all(AUTOMATIC, strict=True)))
 
     async def delete_everything(self) -> CacheDeletion:
         """Delete all caches, those with keys included.  The directory itself stays."""
-        return await trio.to_thread.run_sync(lambda: self._delete(self._all()))
+        return await trio.to_thread.run_sync(lambda: self._delete(self._all(NAMED, AUTOMATIC, strict=True)))
 
     async def prune(self, retention: CacheRetention | None = None) -> CacheDeletion:
         """Bring automatic caches within their bounds now, and remove what killed processes have left (rule K6).
@@ -291,9 +291,9 @@ class KVCaches:
         evict(files, retention, time.time(), lambda file: self._remove(file.path, deleted, in_use))
         return CacheDeletion(deleted=tuple(deleted), in_use=tuple(in_use))
 
-    def _all(self) -> Iterator[Path]:
-        for base in (NAMED, AUTOMATIC):
-            yield from _caches(_files.walk(self.root() / base))
+    def _all(self, *bases: str, strict: bool = False) -> Iterator[Path]:
+        for base in bases:
+            yield from _caches(_files.walk(self.root() / base, strict=strict))
 
     def _delete(self, paths: Iterable[Path]) -> CacheDeletion:
         deleted: list[CacheEntry] = []

@@ -172,17 +172,24 @@ def tidy(folder: Path, root: Path) -> None:
         folder = folder.parent
 
 
-def walk(folder: Path, *, deep: bool = True) -> Iterator[Path]:
-    """All files below ``folder`` that are named as caches and their temporary files are, links left out."""
-    for name in _names(folder):
+def walk(folder: Path, *, deep: bool = True, strict: bool = False) -> Iterator[Path]:
+    """All files below ``folder`` that are named as caches and their temporary files are, links left out.
+
+    A directory that cannot be read has none; with ``strict``, that raises OSError.
+    """
+    for name in _names(folder, strict=strict):
         path = folder / name
         try:
             mode = path.lstat().st_mode
-        except OSError:
+        except FileNotFoundError:
             continue  # gone meanwhile
+        except OSError:
+            if strict:
+                raise
+            continue
         if stat.S_ISDIR(mode):
             if deep:
-                yield from walk(path)
+                yield from walk(path, strict=strict)
         elif stat.S_ISREG(mode) and (name.endswith(SUFFIX) or target_of(path) is not None):
             yield path
 
@@ -253,10 +260,12 @@ def _blocks(head: bytes, state: bytes) -> Iterator[bytes | memoryview]:
         yield view[start : start + _BLOCK]
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: Path, *, strict: bool = False) -> list[str]:
     try:
         return sorted(os.listdir(folder))
-    except OSError:
+    except OSError as error:
+        if strict and not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise
         return []
 
 
