@@ -579,8 +579,10 @@ class Scheduler:
         return intake
 
     def _burst_goes_on(self, intake: list[tuple[Sequence, int]]) -> bool:
-        if self._rate is None or any(each.prefill_rate is not None or size < _missing(each) for each, size in intake):
+        if self._rate is None:
             return False
+        if any(each.computed > each.cached or size < _missing(each) for each, size in intake):
+            return False  # it has several chunks, begun or to be begun
         seconds = self._intake + sum([size for _, size in intake]) / self._rate
         return self._policy.takes_in_burst(len(self._prefilling), len(self._streams), seconds)
 

@@ -230,6 +230,14 @@ def test_a_prompt_of_several_chunks_is_no_part_of_a_burst() -> None:
     assert kinds(bench, 13) == "PDPPPDPDPDPDD"
 
 
+def test_a_prompt_that_was_begun_is_no_part_of_a_burst_however_quick_its_chunk_was() -> None:
+    policy = BatchPolicy(chunk_quantum=1, chunk_min=1, chunk_probe=3, chunk_max=3)
+    bench = Bench(seq(1, 0), seq(1, 1), policy=policy)
+    for _ in range(2):
+        assert bench.step(seconds=0.0).prefill  # too quick for the clock
+    assert kinds(bench, 3) == "PDP"
+
+
 JOINT = BatchPolicy(joint_prompts=True)
 
 
