@@ -314,11 +314,17 @@ class Engine:
         return model
 
     def _loader_for(self, source: Any, text: str) -> Loader:
+        failed = ""
         for loader in self._host.loaders:
-            if loader.accepts(source):
-                return loader
+            try:
+                if loader.accepts(source):
+                    return loader
+            except Exception as error:
+                # Rule C10: it stands in the way of nobody but those whose models it would have loaded.
+                log.exception("loader %r could not look at %s", loader.name, text)
+                failed += f"; {loader.name} failed: {error!r}"
         known = ", ".join(loader.name for loader in self._host.loaders) or "none"
-        raise ModelLoadError(text, f"no loader takes it; loaders: {known} (see: laneway plugins)")
+        raise ModelLoadError(text, f"no loader takes it; loaders: {known}{failed} (see: laneway plugins)")
 
     def _free_name(self, wanted: str | None, suggested: str, text: str) -> str:
         taken = self._models.keys() | self._loading

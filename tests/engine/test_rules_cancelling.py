@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -567,6 +568,27 @@ async def test_C10_a_plugin_that_misbehaves_hurts_only_its_own_request(autojump_
             async with engine.run(model, "bad", Body(forever)):
                 pytest.fail("entered")
         assert model.lanes.idle
+
+
+async def test_C10_a_loader_that_fails_to_look_stands_in_nobodys_way(caplog: pytest.LogCaptureFixture) -> None:
+    def accepts(source: laneway.ModelSource) -> bool:
+        raise OSError("the share is gone")
+
+    async def load(source: laneway.ModelSource, parallel: int, options: Any) -> Any:
+        pytest.fail("loaded")
+
+    @attrs.frozen
+    class NoOptions:
+        pass
+
+    bad = laneway.Loader(name="bad", accepts=accepts, load=load, options_type=NoOptions)
+    good = ScriptedLoader()
+    plugins = [laneway.PluginSpec(name="bad", loaders=(bad,)), good.plugin]
+    async with laneway.open_engine(plugins=plugins) as engine:
+        assert (await engine.load_model("scripted:a")).state == "loaded"
+        with pytest.raises(laneway.ModelLoadError, match="loaders: .*; bad failed: OSError.*the share is gone"):
+            await engine.load_model("elsewhere:a")
+    assert "loader 'bad' could not look at scripted:a" in caplog.text
 
 
 async def test_C11_a_failed_step_ends_its_own_sequences(autojump_clock: trio.testing.MockClock) -> None:
