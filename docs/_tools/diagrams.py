@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from the engine's own tables and constants.
+"""Draws the pictures of the documentation from the engine's own tables and constants, and from what was measured.
 
     python docs/_tools/diagrams.py            writes docs/images/*.svg
     python docs/_tools/diagrams.py --check    says which of them are not up to date
@@ -9,6 +9,7 @@ the code.  A state or a transition that the table gains and this file does not p
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from laneway._scheduler import Scheduler
 from laneway.decoder import Decoder
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"
+DATA = IMAGES.parent / "data"
 
 # Colours by class: in light surroundings and in dark ones.  (fill, stroke) of shapes, fill of texts.
 SHAPES = {
@@ -319,7 +321,49 @@ def way() -> Picture:
     return picture
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {"life": life, "lane": lane, "way": way}
+# What was measured of the attention kernel.
+
+
+def attention() -> Picture:
+    """``docs/data/attention.json``, which ``python -m benchmarks.kernels`` writes."""
+    cases: dict[str, dict[str, dict[str, float]]] = json.loads((DATA / "attention.json").read_text())["cases"]
+    ways = list(next(iter(cases.values())))
+    left, right, row, top = 150, 760, 15, 62
+    block = row * len(ways) + 22
+    picture = Picture(890, top + block * len(cases) + 12, "Whole jobs with our attention and with llama.cpp's")
+    picture.text(
+        left, 28, "Generated tokens a second of the whole job, over the fastest of llama.cpp's ways", anchor="start"
+    )
+    picture.text(
+        left, 46, "requests × prompt + generated tokens; the line is llama.cpp's fastest", style="mute", anchor="start"
+    )
+    most = max(values["all_in"] / _best(case) for case in cases.values() for values in case.values())
+    line = round(left + (right - left) / most, 1)
+    for number, (name, case) in enumerate(cases.items()):
+        y = top + block * number
+        picture.text(left - 14, y + row * len(ways) / 2 + 4, name.replace("x", " × ").replace("+", " + "), anchor="end")
+        picture.box(line - 0.5, y - 4, 1, row * len(ways) + 5, style="area", radius=0)
+        for place, way_ in enumerate(ways):
+            share = case[way_]["all_in"] / _best(case)
+            width = round((right - left) * share / most, 1)
+            style = "good" if way_ == "ours" else "box"
+            picture.box(left, y + row * place, width, row - 3, style=style, radius=2)
+            text = f"{way_} {share:.2f}"
+            picture.text(
+                max(left + width, line) + 6,
+                y + row * place + 10,
+                text,
+                style="ink" if way_ == "ours" else "mute",
+                anchor="start",
+            )
+    return picture
+
+
+def _best(case: dict[str, dict[str, float]]) -> float:
+    return max(values["all_in"] for name, values in case.items() if name != "ours")
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {"life": life, "lane": lane, "way": way, "attention": attention}
 
 
 def main(arguments: list[str]) -> int:

@@ -586,7 +586,7 @@ async def test_C10_a_loader_that_fails_to_look_stands_in_nobodys_way(caplog: pyt
     plugins = [laneway.PluginSpec(name="bad", loaders=(bad,)), good.plugin]
     async with laneway.open_engine(plugins=plugins) as engine:
         assert (await engine.load_model("scripted:a")).state == "loaded"
-        with pytest.raises(laneway.ModelLoadError, match="loaders: .*; bad failed: OSError.*the share is gone"):
+        with pytest.raises(laneway.ModelLoadError, match=r"loaders: .*; bad failed: OSError.*the share is gone"):
             await engine.load_model("elsewhere:a")
     assert "loader 'bad' could not look at scripted:a" in caplog.text
 
