@@ -24,7 +24,7 @@ native_files := $(shell find native -name '*.[ch]' -o -name '*.cpp' -o -name '*.
     -o -name 'llama_source.toml' -o -name 'fetch_llama.py' -o -name 'pip_build.py')
 python_files := $(shell find engine plugins native/laneway_native -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
 
-.PHONY: help env build wheel model lint types unit test demo stateful bench format clean distclean
+.PHONY: help env build wheel model lint types unit test demo stateful long bench format clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,9 @@ unit: build ## the quick tests
 
 test: lint build types wheel model ## everything: build, wheel, lint, types, all tests
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+long: build model ## the tests that take long: soaks, trainings of a real model
+	@$(PY) -m pytest -m long $(PYTEST_ARGS)
 
 stateful: build ## the state machines for long: EXAMPLES=20000
 	@LANEWAY_HYPOTHESIS_PROFILE=long LANEWAY_EXAMPLES=$(EXAMPLES) $(PY) -m pytest tests/stateful $(PYTEST_ARGS)

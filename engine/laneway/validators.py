@@ -47,10 +47,17 @@ def optional(validator: Validator) -> Validator:
     return check
 
 
+def _plain(bound: float) -> str:
+    # Whole numbers to the last digit: what is refused may differ from the bound in that one.
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+
+
 def _range(noun: str, types: tuple[type[Any], ...], low: float, high: float) -> Validator:
     def check(instance: Any, attribute: Any, value: Any) -> None:
         # `not low <= value` rather than `value < low`: every comparison with NaN is false.
         if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
-            raise InvalidRequestError(f"must be {noun} from {low:g} to {high:g}, not {value!r}", attribute.name)
+            raise InvalidRequestError(
+                f"must be {noun} from {_plain(low)} to {_plain(high)}, not {value!r}", attribute.name
+            )
 
     return check

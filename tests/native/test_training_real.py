@@ -42,6 +42,7 @@ def job_of(path: Path, folder: Path, samples: list[Sample], settings: Settings) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.long
 @pytest.mark.parametrize("base", ["f32", "native"])
 def test_the_memory_estimate_holds(start: Start, path: Path, tmp_path: Path, base: Literal["f32", "native"]) -> None:
     header = check_gguf(path)
@@ -92,6 +93,7 @@ def wanted(animal: str, place: str) -> str:
     return json.dumps({"who": animal, "where": place})
 
 
+@pytest.mark.long
 async def test_it_learns_to_answer_in_a_form(start: Start, path: Path, tmp_path: Path) -> None:
     pairs = [(animal, place) for animal in ANIMALS for place in PLACES]
     held_out = pairs[::9]

@@ -1,4 +1,4 @@
-"""Two thousand turns with cancels, damaged files and processes that are killed as they write: none goes on wrongly."""
+"""Hundreds of turns, or thousands, with cancels, damaged files and processes that are killed as they write: none goes on wrongly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from tests.kvcache.kit import Directory, cached
 
 pytestmark = pytest.mark.slow
 
-KILLS = 20
+TURNS_A_KILL = 100
 
 
-async def test_K3_K4_two_thousand_turns_never_yield_a_wrong_continuation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+async def test_K3_K4_no_turn_of_many_yields_a_wrong_continuation(kills: int, tmp_path: Path) -> None:
     async with cached(tmp_path, 2) as s:
         conversations = Conversations(s, tmp_path, 7)
-        for seed in range(KILLS):
+        for seed in range(kills):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(kill_in_the_middle_of_a_write, tmp_path, 100 + seed)
-                await conversations.round(2000 // KILLS)
+                await conversations.round(TURNS_A_KILL)
         s.assert_idle()
         counts = conversations.counts
-        assert counts.turns == 2000
-        assert counts.compared > 800
-        assert counts.warm > 300
-        assert counts.cancelled > 300
-        assert counts.harmed > 100
+        assert counts.turns == kills * TURNS_A_KILL
+        assert counts.compared > 0.4 * counts.turns
+        assert counts.warm > 0.15 * counts.turns
+        assert counts.cancelled > 0.15 * counts.turns
+        assert counts.harmed > 0.05 * counts.turns
         assert (await s.engine.kv_caches.prune()).in_use == ()
         assert not (await s.engine.kv_caches.delete_everything()).in_use
     assert [name for name in Directory(tmp_path).files() if not name.startswith("locks")] == []
