@@ -1,4 +1,4 @@
-"""Hundreds of turns, or thousands, with cancels, damaged files and processes that are killed as they write: none goes on wrongly."""
+"""Many turns, with cancels, damaged files and processes that are killed as they write: none goes on wrongly."""
 
 from __future__ import annotations
 
