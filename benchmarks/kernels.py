@@ -24,6 +24,8 @@ import attrs
 
 from benchmarks import _machine
 
+LEAST_ELSEWHERE = 0.98
+"""What another model than SmolLM2 must have of llama.cpp's best, in every case."""
 LEAST = {"1x160+64": 1.10, "4x160+64": 1.18, "8x160+64": 1.18, "16x160+64": 1.18, "32x160+64": 1.2}
 """All-in tokens a second over llama.cpp's best."""
 LEAST_DECODE = {"8x500+64": 1.2}
@@ -116,7 +118,8 @@ def main(options: argparse.Namespace) -> int:
             for name, figures in ways.items():
                 print(f"    {name:26s}{figures['all_in']:8.0f}{figures['decode']:8.0f} tokens/s")
             sys.stdout.flush()
-            for figure, least in (("all_in", LEAST.get(str(case))), ("decode", LEAST_DECODE.get(str(case)))):
+            least_all_in = LEAST.get(str(case)) if options.model == "smollm2" else LEAST_ELSEWHERE
+            for figure, least in (("all_in", least_all_in), ("decode", LEAST_DECODE.get(str(case)))):
                 if least is not None and ratio(ways, figure) < least:
                     missed.append(f"{case}: {figure} is {ratio(ways, figure):.2f}, {least} is wanted")
     print(f"load average {min(loads):.1f} to {max(loads):.1f}")
