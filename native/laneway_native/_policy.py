@@ -46,11 +46,12 @@ def plan(
     ``own_kernel``: the attention of :mod:`laneway_native` takes this model's heads and cells.
 
     With it, unified cells and flash attention.  A row costs what it sees, wherever that lies, so any slots can be in
-    use and prefixes can be shared: 8 sequences of 2,000 tokens take 99 ms a step unified and 97 ms split, one of them
-    beside 7 idle ones 13.6 and 13.4 ms, a chunk of 512 tokens beside those 796 and 813 ms.  Whole jobs of 160 tokens of
-    prompt and 64 of answer, over the fastest that llama.cpp's own attention allows, for 1, 4, 8, 16 and 32 sequences: 1.23,
-    1.41, 1.39, 1.46 and 1.32 unified.  Step for step, without prompts that share one, split is a few hundredths faster with
-    it, which is the price of slots in any order: split pays a whole pass for a hole.  Beyond ``MOST_UNIFIED_CELLS`` each slot has cells of its own again.
+    use, prefixes can be shared, and prompts of any lengths can share a step: 8 sequences of 2,000 tokens take 99 ms a
+    step unified and 97 ms split, one of them beside 7 idle ones 13.6 and 13.4 ms, a chunk of 512 tokens beside those
+    796 and 813 ms.  Whole jobs of 160 tokens of prompt and 64 of answer, over the fastest that llama.cpp's own
+    attention allows, for 1, 4, 8, 16 and 32 sequences: 1.23, 1.41, 1.39, 1.46 and 1.32 unified.  Step for step split is
+    a few hundredths faster, which is the price of slots in any order: split pays a whole pass for a hole.  Beyond
+    ``MOST_UNIFIED_CELLS`` each slot has cells of its own again.
 
     Without it, on a CPU:
 
