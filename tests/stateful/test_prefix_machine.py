@@ -266,7 +266,7 @@ class PrefixRules(RuleBasedStateMachine):
         """It takes what it can get, or waits for more."""
         sequence = opening.sequence
         prompt = sequence.prompt[:-1]
-        now = later = 0
+        now = later = firm = 0
         for slot in self.slots:
             owner = slot.owner
             if owner is sequence or slot.broken or owner in self.ended:
@@ -276,10 +276,14 @@ class PrefixRules(RuleBasedStateMachine):
             else:
                 length = common_prefix(prompt, owner.prompt)
                 now = max(now, min(length, owner.computed))
-                later = max(later, length if owner.state is SequenceState.PREFILL else 0)
+                coming = length if owner.state is SequenceState.PREFILL else 0
+                later = max(later, coming)
+                if not self.scheduler.follows(owner):
+                    firm = max(firm, coming)
         if opening.load:
             assert sequence.computed == sequence.restorable
-            assert max(now, later) < max(self.least, sequence.restorable)
+            # One that has lost whom it waited for cannot wait for those who wait for it.
+            assert max(now, later if opening.opens else firm) < max(self.least, sequence.restorable)
             return
         assert sequence.restorable <= max(now, later)
         assert sequence.computed in (0, now)
