@@ -12,24 +12,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from laneway._admission import Admission, Refused, Ticket, TicketState, _Lane, normalise_cap
 from laneway.testing._admission_machine import AdmissionMachine
+from tests.stateful import finding
 
-# A budget of its own, whatever the profile: it bounds how rare the state may be in which a fault shows.  Over 12 seeds,
-# every fault was found within 24 examples on average and 112 at worst.  Finding is enough; shrinking would cost time.
-BUDGET = settings(
-    max_examples=300,
-    stateful_step_count=50,
-    phases=[Phase.generate],
-    derandomize=True,
-    database=None,
-    deadline=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+# Over 12 seeds, every fault was found within 24 examples on average and 112 at worst.
+BUDGET = finding.budget(300, derandomize=True)
 
 
 class GrantsTheNewest(Admission):

@@ -15,7 +15,6 @@ import attrs
 import hypothesis
 import pytest
 import trio
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import laneway
@@ -35,22 +34,13 @@ from laneway._scheduler import Output, Scheduler, Sequence, Step
 from laneway._tokens import Tokens
 from laneway.decoder import StepResult
 from laneway.testing._engine_machine import DecodingMachine, EngineMachine, RequestMachine
+from tests.stateful import finding
 
 Patch = pytest.MonkeyPatch
 
-# A budget of its own, whatever the profile: it bounds how rare the state may be in which a fault shows.  After a dozen
-# examples Hypothesis rather varies what it has drawn, so beginning anew shows more that is new.  Finding is enough
-# here, shrinking would only cost time.
+# After a dozen examples Hypothesis rather varies what it has drawn, so beginning anew shows more that is new.
 BEGINNINGS = 30
-SETTINGS = settings(
-    max_examples=12,
-    stateful_step_count=50,
-    phases=[Phase.generate],
-    database=None,
-    deadline=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = finding.budget(12)
 
 FAULTS: list[tuple[type[EngineMachine], Callable[[Patch], None]]] = []
 

@@ -11,22 +11,13 @@ from typing import Any
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from laneway import _scheduler
-from tests.stateful import test_prefix_machine
+from tests.stateful import finding, test_prefix_machine
 
 BEGINNINGS = 10
-SETTINGS = settings(
-    max_examples=50,
-    stateful_step_count=50,
-    phases=[Phase.generate],
-    database=None,
-    deadline=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = finding.budget(50)
 
 FAULTS = {
     "keeps the cells of a step that failed": ("not sequence.whole or ", ""),
