@@ -38,6 +38,7 @@ __all__ = [
     "StepResult",
     "TokenLogprob",
     "Tokenizer",
+    "Written",
 ]
 
 
@@ -215,6 +216,19 @@ class StepResult:
     later: tuple[Mapping[int, int], ...] = ()
 
 
+@attrs.frozen(kw_only=True)
+class Written:
+    """Which parts of a text a chat template wrote itself: only there is the text of a control token that token.
+
+    ``spans`` are ranges of characters, the end excluded, in order and apart from each other.  A marker counts if one
+    span holds it whole.  ``markers`` are user-defined tokens that this template writes as markers; they are treated
+    like control tokens.  Other user-defined tokens are found everywhere, as in any text.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    markers: frozenset[int] = frozenset()
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """Text to tokens and back.  May be used from any thread, beside a step."""
@@ -234,10 +248,15 @@ class Tokenizer(Protocol):
     def special_text(self, name: str) -> str:
         """The text of the special token ``bos`` or ``eos``, as chat templates want it; empty if there is none."""
 
-    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+    @property
+    def user_defined(self) -> Mapping[str, int]:
+        """The tokens that were added to the vocabulary as whole texts, by their text, without control tokens."""
+
+    def tokenize(self, text: str, *, bos: bool = True, special: bool | Written = False) -> list[int]:
         """Tokens of ``text``.
 
-        ``bos``: begin with what the model wants at a beginning; ``special``: read the text of special tokens as such.
+        ``bos``: begin with what the model wants at a beginning.  ``special``: where the text of a control token is that
+        token: nowhere, everywhere (True), or in the parts that a template has written.
         """
 
     def piece(self, token: int) -> bytes:

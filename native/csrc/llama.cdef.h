@@ -127,6 +127,7 @@ int32_t laneway_model_metadata_key(const laneway_model *model, int32_t index, ch
 int32_t laneway_model_metadata_value(const laneway_model *model, int32_t index, char *text, size_t size);
 // Which tokens end an answer: writes at most size ids, returns how many there are.
 int32_t laneway_model_end_tokens(const laneway_model *model, int32_t *tokens, int32_t size);
+int32_t laneway_model_user_defined(const laneway_model *model, int32_t *tokens, int32_t size);
 
 // count: how many there are, which may be more than size; then only the first size were written, or none.
 int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,

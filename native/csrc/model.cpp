@@ -21,6 +21,22 @@ bool on_progress(float progress, void *data) {
     return __atomic_load_n(loading->cancelled, __ATOMIC_RELAXED) == 0;
 }
 
+// Writes those of all tokens that `wanted` names, `size` of them at most, and returns how many there are.
+template <typename Wanted>
+int32_t tokens_that(const laneway_model *model, int32_t *tokens, int32_t size, Wanted wanted) {
+    int32_t found = 0;
+    const int32_t count = llama_vocab_n_tokens(model->vocabulary);
+    for (int32_t token = 0; token < count; ++token) {
+        if (wanted(token)) {
+            if (found < size) {
+                tokens[found] = token;
+            }
+            ++found;
+        }
+    }
+    return found;
+}
+
 } // namespace
 
 extern "C" {
@@ -97,17 +113,13 @@ int32_t laneway_model_metadata_value(const laneway_model *model, int32_t index, 
 }
 
 int32_t laneway_model_end_tokens(const laneway_model *model, int32_t *tokens, int32_t size) {
-    int32_t found = 0;
-    const int32_t count = llama_vocab_n_tokens(model->vocabulary);
-    for (int32_t token = 0; token < count; ++token) {
-        if (llama_vocab_is_eog(model->vocabulary, token)) {
-            if (found < size) {
-                tokens[found] = token;
-            }
-            ++found;
-        }
-    }
-    return found;
+    return tokens_that(model, tokens, size, [&](int32_t token) { return llama_vocab_is_eog(model->vocabulary, token); });
+}
+
+int32_t laneway_model_user_defined(const laneway_model *model, int32_t *tokens, int32_t size) {
+    return tokens_that(model, tokens, size, [&](int32_t token) {
+        return (llama_vocab_get_attr(model->vocabulary, token) & LLAMA_TOKEN_ATTR_USER_DEFINED) != 0;
+    });
 }
 
 int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,

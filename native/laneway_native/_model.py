@@ -18,7 +18,7 @@ from laneway_native._machine import available
 from laneway_native._memory import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from laneway_native._llama import ModelFactsStruct, ModelHandle
@@ -88,8 +88,8 @@ class Model:
         self._size: int = raw.vocabulary
         self._bos, self._eos, self._adds_bos = raw.bos, raw.eos, bool(raw.adds_bos)
         self._pieces: list[bytes | None] = [None] * self._size
-        ends = ffi.new("int32_t[]", self._size)
-        self._end_tokens = frozenset(ends[0 : lib.laneway_model_end_tokens(handle, ends, self._size)])
+        self._end_tokens = frozenset(self._tokens_that(lib.laneway_model_end_tokens))
+        self._user_defined: dict[str, int] | None = None
         template = lib.laneway_model_template(handle)
         self._chat_template = ffi.string(template).decode("utf-8", "replace") if template else None
         self.metadata = self._read_metadata()
@@ -201,6 +201,14 @@ class Model:
         return self._end_tokens
 
     @property
+    def user_defined(self) -> Mapping[str, int]:
+        """Tokens that were added to the vocabulary as whole texts, by their text."""
+        if self._user_defined is None:
+            tokens = self._tokens_that(lib.laneway_model_user_defined)
+            self._user_defined = {self.special_piece(token).decode("utf-8", "replace"): token for token in tokens}
+        return self._user_defined
+
+    @property
     def chat_template(self) -> str | None:
         """The jinja2 template for chats, or None."""
         return self._chat_template
@@ -262,6 +270,10 @@ class Model:
                 found: bytes = ffi.unpack(text, count[0])
                 return found
             room = count[0]
+
+    def _tokens_that(self, list_them: Callable[..., int]) -> list[int]:
+        tokens = ffi.new("int32_t[]", self._size)
+        return ffi.unpack(tokens, list_them(self._handle, tokens, self._size))
 
     def _read_metadata(self) -> dict[str, str]:
         metadata = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from laneway.decoder import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 BEGIN = "<|begin|>"
 END = "<|end|>"
@@ -82,6 +82,11 @@ class ScriptedTokenizer:
     def end_tokens(self) -> frozenset[int]:
         """The ids of ``<|end|>`` and ``<|turn_end|>``."""
         return frozenset((self._specials[END], self._specials[TURN_END]))
+
+    @property
+    def user_defined(self) -> Mapping[str, int]:
+        """There are none."""
+        return {}
 
     @property
     def chat_template(self) -> str | None:
