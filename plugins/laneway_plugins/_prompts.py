@@ -20,14 +20,15 @@ async def to_tokens(model: Model, messages: str | tuple[Message, ...]) -> list[i
 
     Raises :class:`InvalidRequestError` if the template refuses or is broken, or if the model has none.
     """
-    return await text_to_tokens(model, messages if isinstance(messages, str) else template_of(model).render(messages))
+    text = messages if isinstance(messages, str) else template_of(model).render(messages)
+    return await text_to_tokens(model, text, prompt=True)
 
 
-async def text_to_tokens(model: Model, text: str) -> list[int]:
-    """A text that begins where a prompt does, as tokens; see :func:`to_tokens`."""
+async def text_to_tokens(model: Model, text: str, *, prompt: bool = False) -> list[int]:
+    """A text that begins where a prompt does, as tokens; see :func:`to_tokens` and :meth:`Model.tokenize`."""
     begin = model.tokenizer.special_text("bos")
     written = bool(begin) and text.startswith(begin)
-    return await model.tokenize(text, bos=not written, special=True)
+    return await model.tokenize(text, bos=not written, special=True, prompt=prompt)
 
 
 def template_of(model: Model) -> ChatTemplate:
