@@ -51,7 +51,7 @@ def texts_of(model: Model) -> dict[int, str]:
 def guarded_by(model: Model, kind: str, markers: frozenset[int]) -> set[int]:
     """What must not come of content."""
     unknown = {"<unk>"} if kind.startswith(MERGING) else set()
-    return markers | {token for token, text in texts_of(model).items() if text in {*CONTROL, *unknown}}
+    return {*markers} | {token for token, text in texts_of(model).items() if text in {*CONTROL, *unknown}}
 
 
 def markers_of(model: Model) -> frozenset[int]:
@@ -284,6 +284,17 @@ def test_long_words_do_not_end_the_process(pre: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_many_special_tokens_make_a_text_long(kind: str, load: Load) -> None:
+    model = load(kind)
+    assert not model.is_long("")
+    assert not model.is_long("hello" * 3999)
+    assert model.is_long("hello" * 4000)
+    assert not model.is_long("<|im_start|>" * 63 + "hello" * 1000)
+    assert model.is_long("<|im_start|>" * 64)
+    assert model.is_long("</think>hello" * 64)  # those of the user as well
 
 
 # The lower bound.
