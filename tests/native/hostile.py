@@ -70,6 +70,7 @@ def _ascii(text: str) -> str:
 
 READABLE: dict[str, Callable[[str], str]] = {
     # Kinds that have no token for every character.
+    "bpe-lacking": lambda text: text.translate({ord(letter): None for letter in "z\U0001f600"}),
     "ugm": _unigram,
     "ugm-merging": lambda text: re.sub(" +", " ", _unigram(text)),
     "wpm": lambda text: _known(text).replace("Ü", "U"),

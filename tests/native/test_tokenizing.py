@@ -61,6 +61,7 @@ def markers_of(model: Model) -> frozenset[int]:
 BITS = st.sampled_from(
     (
         *(*CONTROL, *USER_DEFINED, "<unk>", "<", "|", ">", "a", "b", " ", "  ", "\n", "\t", "hello", " world", "think"),
+        *(" [MASK] ", "\n[MASK]", "<|im_start|> \n", "zzz", "Zy", "\u0100"),
         *("é", "日", "x", "Z", "/", "s>", "<s", "</", "im_start", "\u2581", "\u00a0", "😀", "\0", "don't", "12345"),
     )
 )
@@ -90,6 +91,32 @@ def test_tokens_are_those_of_llama(kind: str, load: Load) -> None:
 
     everywhere()
     nowhere()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "left"),
+    [
+        ("bpe-lstrip", "a \n\t[MASK] b", "a b"),
+        ("bpe-rstrip", "a <|im_start|> \n\tb", "a b"),
+        ("spm-rstrip", "a <|im_start|> \n\tb", " a  b"),  # a space before each piece
+        ("bpe", "a [MASK] b", "a  b"),
+    ],
+)
+def test_special_tokens_take_whitespace_along_as_in_llama(kind: str, text: str, left: str, load: Load) -> None:
+    model = load(kind)
+    tokens = model.tokenize(text, bos=False, special=True)
+    assert tokens == model.tokenize_with_llama(text, special=True)
+    assert model.detokenize(tokens).decode() == left
+    # Where it is no token it takes nothing.
+    assert model.detokenize(model.tokenize(text, bos=False)).decode().removeprefix(" ") == text
+
+
+def test_a_marker_that_is_a_word_stays_one_word_for_wordpiece(load: Load) -> None:
+    model = load("wpm")
+    markers = frozenset({model.user_defined["worldwide"]})
+    tokens = model.tokenize("a worldwide b", bos=False, special=Written(spans=(), markers=markers))
+    assert not markers.intersection(tokens)
+    assert model.detokenize(tokens) == b" a worldwide b"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,8 +18,8 @@ CONTROL = (
     *("<a>", "<a><b>", "<b><c>", "ab|", "b|a", "|||", " lead", "tail \n", "Ü", "<é日>", "<dna>", "</dna>"),
     "<oov>",
 )
-USER_DEFINED = ("<think>", "</think>", "<t", "\n\n", "\n\n\n", "|a|", "<tool>", "a b", "日本", "{}", "Q")
-"""Those that a template may write as markers, some that begin, end or hold each other, and one single character."""
+USER_DEFINED = ("<think>", "</think>", "<t", "\n\n", "\n\n\n", "|a|", "<tool>", "a b", "日本", "{}", "Q", "worldwide")
+"""Those that a template may write as markers: some begin, end or hold each other; a word, and a single character."""
 
 WORDS = (
     "th he in er an on re at en nd or it is ou the and you hello world think tool im start end text mask "
@@ -66,11 +66,13 @@ def _spm(builder: _Builder) -> None:
         builder.add(letter, score=-1000.0)
 
 
-def _bpe(builder: _Builder) -> list[str]:
+def _bpe(builder: _Builder, lacks: str) -> list[str]:
     alphabet = byte_alphabet()
     for letter in alphabet:
-        builder.add(letter)
-    merges = []
+        if letter not in lacks:
+            builder.add(letter)
+    # They lead to texts that are no tokens, if any are lacking.
+    merges = [f"{a} {b}" for a, b in ("Zy", "Éx", "ÉÉ")] if lacks else []
     for word in (*WORDS.split(" "), "Q", "{}", "ab|"):
         letters = "".join(alphabet[byte] for byte in word.replace("_", " ").encode())
         for end in range(2, len(letters) + 1):
@@ -128,6 +130,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "spm-rstrip": {"model": "llama", "add_space_prefix": True, "name": "phi-3"},
     "bpe": {"model": "gpt2", "pre": "smollm"},
     "bpe-whole-words": {"model": "gpt2", "pre": "llama-bpe"},
+    "bpe-lacking": {"model": "gpt2", "pre": "smollm", "lacks": "zðŁĤ"},
     "bpe-regex": {"model": "gpt2", "pre": "deepseek-llm"},
     "bpe-lstrip": {"model": "gpt2", "pre": "gpt-2", "name": "modern-bert"},
     "bpe-rstrip": {"model": "gpt2", "pre": "gpt-2", "name": "phi3"},
@@ -161,7 +164,7 @@ def write_vocabulary(path: Path, **settings: Any) -> Path:
         case "llama":
             _spm(builder)
         case "gpt2" | "whitespace" | "hybriddna":
-            merges = _bpe(builder)
+            merges = _bpe(builder, settings.pop("lacks", ""))
         case "gemma4":
             merges = _gemma(builder)
         case "t5":
