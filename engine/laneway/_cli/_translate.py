@@ -16,6 +16,8 @@ import trio
 
 from laneway import BatchEvent, Done, Engine, Model, Progress, TextDelta, open_engine
 from laneway._cli import _answers
+from laneway._cli._answers import GrowingText
+from laneway.terminal import TerminalText, echo, harmless
 
 LINES_AT_A_TIME = 64
 """Lines that a language model is given in one request."""
@@ -72,7 +74,7 @@ async def _translate(source: str, file: str, settings: Settings) -> None:
                     write("\n")  # or the prompt of the shell would stand behind the last word
     if cut:
         places = "a sentence was" if cut == 1 else f"{cut} sentences or lines were"
-        click.echo(f"laneway: warning: {places} cut at the longest length: the model did not come to an end", err=True)
+        echo(f"laneway: warning: {places} cut at the longest length: the model did not come to an end", err=True)
 
 
 def _check(model: Model, settings: Settings) -> None:
@@ -186,7 +188,9 @@ def _shown(stream: IO[str], file: str) -> Iterator[tuple[Write, Report]]:
     """What writes text and what shows progress; a bar is drawn for files, where there is a terminal for it."""
     console = rich.console.Console(stderr=True)
     if file == "-" or not console.is_terminal:
-        yield _plain_writer(stream), lambda progress: None
+        text = GrowingText(stream)
+        yield text.add, lambda progress: None
+        text.end()
         return
     columns = (
         rich.progress.TextColumn("{task.description}", markup=False),
@@ -199,22 +203,14 @@ def _shown(stream: IO[str], file: str) -> Iterator[tuple[Write, Report]]:
     if to_screen:
         console = rich.console.Console()
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(Path(file).name, total=None, unit="sentence")
-        lines = _ScreenLines(console)
+        task = bar.add_task(harmless(Path(file).name, one_line=True), total=None, unit="sentence")
+        lines = _ScreenLines(console) if to_screen else GrowingText(stream)
 
         def report(progress: Progress) -> None:
             bar.update(task, completed=progress.done, total=progress.total, unit=progress.unit)
 
-        yield (lines.write if to_screen else _plain_writer(stream)), report
+        yield lines.add, report
         lines.end()
-
-
-def _plain_writer(stream: IO[str]) -> Write:
-    def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
-
-    return write
 
 
 class _ScreenLines:
@@ -222,16 +218,21 @@ class _ScreenLines:
 
     def __init__(self, console: rich.console.Console) -> None:
         self._console = console
+        self._safe = TerminalText()
         self._begun = ""
 
-    def write(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Print the lines that are whole."""
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._begun = (self._begun + self._safe.push(text)).split("\n")
         for line in lines:
-            self._console.print(line.removesuffix("\r"), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._print(line)
 
     def end(self) -> None:
         """Print the rest."""
-        if self._begun:
-            self._console.print(self._begun, markup=False, highlight=False, emoji=False, soft_wrap=True)
-            self._begun = ""
+        rest = self._begun + self._safe.end()
+        self._begun = ""
+        if rest:
+            self._print(rest)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
