@@ -47,7 +47,7 @@ def _share_or_file(text: str) -> float | Path:
     metavar="SHARE|FILE",
     help="What to measure with: a share of the data, such as 0.1, or a file.",
 )
-@click.option("--format", type=click.Choice(["auto", "text", "chat"]), help="Of DATA (default: by its name).")
+@click.option("--format", type=click.Choice(["auto", "text", "chat"]), help="Of DATA (default: by its content).")
 @click.option("--truncate", is_flag=True, default=None, help="Cut chats that are too long instead of refusing them.")
 @click.option("--rank", type=int, help="Of the adapter (default: 16).")
 @click.option("--alpha", type=float, help="The adapter is scaled by alpha / rank (default: twice the rank).")
@@ -84,8 +84,9 @@ def finetune(
 ) -> None:
     """Train a LoRA adapter for MODEL on DATA.
 
-    DATA is plain text, or chats, one a line: {"messages": [{"role": ..., "content": ...}, ...]}.  Of chats the
-    assistant's words are learned.  Ctrl-C pauses: the checkpoint is kept, and --resume goes on.
+    DATA is plain text, or chats, one a line or in a JSON array: {"messages": [{"role": ..., "content": ...}, ...]}, or
+    the forms of Alpaca and ShareGPT.  Of chats the assistant's words are learned.  Ctrl-C pauses: the checkpoint is
+    kept, and --resume goes on.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if data is not None:

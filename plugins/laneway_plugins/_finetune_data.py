@@ -1,4 +1,4 @@
-"""What a model is trained on: lines of a file to chats, chats to texts with the assistant's part marked, tokens to
+"""What a model is trained on: values of a file to chats, chats to texts with the assistant's part marked, tokens to
 windows.  Pure.
 
 Where the assistant's words are in a rendered chat is found by rendering the chat twice for each of its answers: up to
@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from laneway import InvalidRequestError
+from laneway_plugins._finetune_formats import SHAPES, chat_of, read_entries
 from laneway_plugins._messages import Message, to_messages
 
 SHOWN_FAULTS = 5
@@ -55,10 +56,11 @@ class Loss:
 
 @attrs.frozen
 class Chat:
-    """A chat, and the line that it stands on."""
+    """A chat, and the line that it stands on, or the number of its entry in an array."""
 
     line: int
     messages: tuple[Message, ...]
+    unit: str = "line"
 
 
 @attrs.frozen
@@ -70,25 +72,27 @@ class Marked:
 
 
 class Faults:
-    """What is wrong with which line of a file."""
+    """What is wrong with which line or entry of a file."""
 
-    def __init__(self, name: str, lines: int) -> None:
+    def __init__(self, name: str, lines: int, unit: str = "line") -> None:
         self._name = name
         self._lines = lines
+        self._unit = unit
+        self._units = "entries" if unit == "entry" else f"{unit}s"
         self._found: list[str] = []
 
     def add(self, line: int, what: str) -> None:
-        """Note a wrong line."""
-        self._found.append(f"line {line}: {what}")
+        """Note a wrong one."""
+        self._found.append(f"{self._unit} {line}: {what}")
 
-    def check(self) -> None:
-        """Raise :class:`InvalidRequestError` if there was one."""
+    def check(self, advice: str = "") -> None:
+        """Raise :class:`InvalidRequestError`, with ``advice`` at its end, if there was one."""
         if self._found:
             count = len(self._found)
             some = "; ".join(self._found[:SHOWN_FAULTS])
-            more = f"; and {count - SHOWN_FAULTS} more lines" if count > SHOWN_FAULTS else ""
-            of = f" ({count} of {self._lines} lines are wrong)" if count > 1 else ""
-            raise InvalidRequestError(f"{self._name}: {some}{more}{of}", "dataset")
+            more = f"; and {count - SHOWN_FAULTS} more {self._units}" if count > SHOWN_FAULTS else ""
+            of = f" ({count} of {self._lines} {self._units} are wrong)" if count > 1 else ""
+            raise InvalidRequestError(f"{self._name}: {some}{more}{of}" + (f"; {advice}" if advice else ""), "dataset")
 
 
 def decode(data: bytes, name: str) -> str:
@@ -103,42 +107,34 @@ def decode(data: bytes, name: str) -> str:
 
 
 def parse_chats(text: str, name: str) -> list[Chat]:
-    """The chats of a JSONL text: ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
+    """The chats of a file, in any form of :mod:`laneway_plugins._finetune_formats`.
 
     Blank lines are passed over, and so is what comes after a chat's last answer.  Raises :class:`InvalidRequestError`
-    that names the wrong lines.
+    that names the wrong lines, or the wrong entries of an array.
     """
-    # Not splitlines(): a JSON string may hold characters that it takes for the end of a line.
-    lines = text.split("\n")
-    faults = Faults(name, sum(not line.isspace() and bool(line) for line in lines))
+    try:
+        found = read_entries(text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name}: {error.reason}; {SHAPES}", "dataset") from None
+    faults = Faults(name, len(found.values), found.unit)
     chats = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                chats.append(Chat(number, _parse_chat(line)))
-            except InvalidRequestError as error:
-                faults.add(number, error.reason)
-    faults.check()
+    for number, value in found.values:
+        try:
+            chats.append(Chat(number, _parse_chat(value), found.unit))
+        except InvalidRequestError as error:
+            faults.add(number, error.reason)
+    faults.check("" if chats else SHAPES)
     if not chats:
         raise InvalidRequestError(f"{name}: there is no chat in it", "dataset")
     return chats
 
 
-def _parse_chat(line: str) -> tuple[Message, ...]:
-    try:
-        value: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise InvalidRequestError(f"no JSON: {reason}") from None
-    if not isinstance(value, dict) or "messages" not in value:
-        raise InvalidRequestError('not an object {"messages": [...]}')
-    others = sorted(value.keys() - {"messages"})
-    if others:
-        raise InvalidRequestError(f"a chat has messages, and nothing else such as {others[0]!r}")
-    if not isinstance(value["messages"], list):
-        raise InvalidRequestError("messages must be a list")
-    messages = to_messages(value["messages"])
+def _parse_chat(value: Any) -> tuple[Message, ...]:
+    messages = to_messages(chat_of(value))
     assert not isinstance(messages, str)
+    for number, message in enumerate(messages, 1):
+        if not message.content.isascii() and any("\ud800" <= character <= "\udfff" for character in message.content):
+            raise InvalidRequestError(f"message {number} holds a lone surrogate, which is no character")
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not answers:
         raise InvalidRequestError("there is no message of the assistant to learn from")

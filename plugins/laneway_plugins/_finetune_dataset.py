@@ -26,11 +26,12 @@ from laneway_plugins._finetune_data import (
     split,
     windows,
 )
+from laneway_plugins._finetune_formats import looks_like_chats
 from laneway_plugins._messages import Message
 from laneway_plugins._prompts import new_template_of, text_to_tokens
 
 Format = Literal["auto", "text", "chat"]
-"""Of a data file; ``auto``: chats if its name ends in ``.jsonl``, else text."""
+"""Of a data file; ``auto``: chats if it is JSON, by its content or its name, else text."""
 
 OffLoop = Callable[..., Awaitable[Any]]
 """Runs a function that blocks, with its arguments, beside the event loop."""
@@ -83,7 +84,10 @@ class Reader:
             raise InvalidRequestError(f"{path}: {error.strerror or error}", field) from error
         try:
             text: str = await self.off_loop(decode, data, path.name)
-            if self.format == "chat" or (self.format == "auto" and path.suffix == ".jsonl"):
+            chats = self.format == "chat"
+            if self.format == "auto":
+                chats = await self.off_loop(looks_like_chats, text, path.suffix)
+            if chats:
                 return await self._chats(await self.off_loop(parse_chats, text, path.name), path.name)
             return await self._text(text, path.name)
         except InvalidRequestError as error:
@@ -106,7 +110,7 @@ class Reader:
         def render(messages: Sequence[Message], asking: bool) -> str:
             return template.render(messages, generation_prompt=asking)
 
-        faults = Faults(name, len(chats))
+        faults = Faults(name, len(chats), chats[0].unit)
         examples = []
         for start in range(0, len(chats), _CHATS_AT_ONCE):
             some = chats[start : start + _CHATS_AT_ONCE]
