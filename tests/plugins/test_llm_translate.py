@@ -24,6 +24,7 @@ from laneway.testing import ScriptedTokenizer
 from laneway_plugins import _language_detection, completion, llm_translate
 from laneway_plugins._language_detection import detect_language
 from laneway_plugins._languages import find_language
+from laneway_plugins._loops import longest_translation
 from laneway_plugins._translation_forms import form_for
 from laneway_plugins.llm_translate import PromptForm, Trimmed, UndeterminedLanguageError, Wanted
 from tests.docs.pages import DOCS, load
@@ -322,3 +323,80 @@ async def test_the_programs_of_the_page_about_translating(autojump_clock: MockCl
         forms.append(llm_translate.add_form(page.OURS))
         assert form_for("ours-mt 2B", {}, chats=True) is page.OURS
         assert page.ask(Wanted("Hallo", find_language("de", ""), find_language("zh-Hant", ""))) == "<2zh> Hallo"
+
+
+# Answers that do not come to an end, and thoughts.
+
+
+async def test_a_translation_is_bounded_by_the_length_of_its_source(autojump_clock: MockClock) -> None:
+    texts = ["eins", "eins zwei drei vier"]
+    endless = {asked(text): " ".join(str(number) for number in range(9000)) for text in texts}
+    async with scripted(script=endless, context_size=8192) as at:
+        async with llm_translate.stream(at.model, [*texts, ""], source="de", target="en") as run:
+            result = await run.result()
+        short, long, none = result.translations
+        lengths = [longest_translation(len(WORDS.tokenize(text, bos=False))) for text in texts]
+        assert [short.stats.generated_tokens, long.stats.generated_tokens] == lengths
+        assert (short.cut, short.stop_reason) == (long.cut, long.stop_reason) == ("length", "length")
+        assert (none.text, none.cut, none.stop_reason) == ("", None, "eos")
+        assert result.stop_reason == "length"
+        # What the caller says holds.
+        async with llm_translate.stream(at.model, "eins", source="de", target="en", max_tokens=900) as run:
+            (told,) = (await run.result()).translations
+        assert told.stats.generated_tokens == 900
+        at.assert_idle()
+
+
+async def test_a_translation_that_goes_round_in_circles_is_cut(autojump_clock: MockClock) -> None:
+    unit = "I am the landlord of the house. "
+    script = {asked("eins"): "Dear. " + unit * 300, asked("zwei"): "two"}
+    async with scripted(2, script=script, context_size=16384) as at:
+        async with llm_translate.stream(at.model, ["eins", "zwei"], source="de", target="en") as run:
+            shown = ""
+            async for event in run:
+                if isinstance(event, BatchEvent) and event.id == "0" and isinstance(event.event, TextDelta):
+                    shown += event.event.text
+            result = await run.result()
+        loop, other = result.translations
+        assert (loop.cut, loop.stop_reason) == ("loop", "length")
+        assert (other.text, other.cut, other.stop_reason) == ("two", None, "eos")
+        assert shown == loop.text
+        assert loop.text.startswith("Dear. " + unit * 3)
+        assert len(loop.text) < len("Dear. " + unit * 6)
+        assert loop.stats.generated_tokens > 0
+        at.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "cut"),
+    [
+        ("<think>\nGreeting. Good morning?\n</think>\n\nGood morning", "Good morning", None),
+        ("<think>\n\n</think>\n\nGood morning", "Good morning", None),
+        ("[THINK]Greeting.[/THINK]Good morning\n", "Good morning", None),
+        ("<think>Greeting, and no end of it", "", "thought"),
+        ("<th>Good morning", "<th>Good morning", None),
+    ],
+)
+async def test_a_thought_is_no_translation(answer: str, text: str, cut: str | None, autojump_clock: MockClock) -> None:
+    async with scripted(script={asked("Guten Morgen"): answer}) as at:
+        async with llm_translate.stream(at.model, " Guten Morgen\n", source="de", target="en") as run:
+            shown = "".join([event.text async for event in run if isinstance(event, TextDelta)])
+            (made,) = (await run.result()).translations
+    assert (made.text, made.cut) == (f" {text}\n", cut)
+    assert shown == made.text
+    assert made.stop_reason == ("length" if cut else "eos")
+
+
+async def test_a_thought_that_the_prompt_opens_is_no_translation(autojump_clock: MockClock) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:<think>\n{% endif %}"
+    )
+    prompt = tuple(WORDS.tokenize(f"{ORDER}\n\nGuten Morgen\nA:<think>\n", special=True))
+    script = {prompt: "They greet.</think>Good morning"}
+    async with scripted(script=script, chat_template=template, context_size=4096) as at:
+        assert await llm_translate.translate(at.model, "Guten Morgen", source="de", target="en") == "Good morning"
+        # Such a model may take its time to think.
+        job = await llm_translate.prepare(
+            at.model, llm_translate.TranslateRequest("Guten Morgen", source="de", target="en")
+        )
+        assert job.payload.items[0].job.request.max_tokens > 1024
