@@ -393,7 +393,7 @@ class _Translating:
         self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool
     ) -> list[str]:
         """Translate into a language in the middle."""
-        cut = await self._cut(hop, window, texts, first=first, spaced=_spaced(hop.pair.target))
+        cut = await self._cut(hop, window, texts, first=first, target=hop.pair.target)
         made: dict[tuple[int, int], str] = {}
 
         def finished(work: Work, hypotheses: list[Hypothesis]) -> None:
@@ -413,8 +413,7 @@ class _Translating:
 
     async def _finish_with(self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool) -> None:
         """Translate into the target language, and show what comes."""
-        spaced = _spaced(self._job.route[-1])
-        cut = await self._cut(hop, window, texts, first=first, spaced=spaced)
+        cut = await self._cut(hop, window, texts, first=first, target=self._job.route[-1])
         missing = []
         for place, text, chunks in zip(window, texts, cut, strict=True):
             item = self._items[place.item]
@@ -449,8 +448,9 @@ class _Translating:
         await self._run_all(hop, cut, self._search, finished, grown)
 
     async def _cut(
-        self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool, spaced: bool
+        self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool, target: str
     ) -> list[list[Chunk] | None]:
+        spaced = _spaced_words(target)
         cut = await self._job.service.aside(lambda: [hop.cut(text, spaced=spaced) for text in texts])
         if first:
             for place, chunks in zip(window, cut, strict=True):
@@ -663,6 +663,14 @@ def _split_all(texts: Sequence[str], language: str) -> list[list[Part]]:
 def _spaced(code: str) -> bool:
     try:
         return find_language(code, "target").spaced
+    except InvalidRequestError:
+        return True
+
+
+@functools.cache
+def _spaced_words(code: str) -> bool:
+    try:
+        return find_language(code, "target").spaced_words
     except InvalidRequestError:
         return True
 
