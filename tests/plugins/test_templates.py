@@ -16,7 +16,7 @@ CHAT = (Message("system", "Be brief."), Message("user", "Hi"))
 
 
 def render(source: str, messages: tuple[Message, ...] = CHAT, *, bos: str = "<s>", eos: str = "</s>") -> str:
-    return ChatTemplate(source, bos=bos, eos=eos).render(messages)
+    return ChatTemplate(source, bos=bos, eos=eos).render(messages).text
 
 
 def test_messages_and_special_tokens_are_what_a_template_sees() -> None:
