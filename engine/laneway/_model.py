@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from laneway._admission import Ticket
     from laneway._declarations import Backend
     from laneway._engine import Engine
-    from laneway.decoder import Sampling, Tokenizer
+    from laneway.decoder import Sampling, Tokenizer, Written
 
 LONG_TEXT = 20_000
 """Characters from which tokenising leaves the event loop: about 5 ms of work at SmolLM2's speed."""
@@ -127,11 +127,12 @@ class Model:
         fingerprint = getattr(self._backend.decoder, "state_fingerprint", None)
         return fingerprint if isinstance(fingerprint, bytes) else None
 
-    async def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+    async def tokenize(self, text: str, *, bos: bool = True, special: bool | Written = False) -> list[int]:
         """Tokens of ``text``; a long one is worked on in a thread.
 
         :param bos: begin with what the model wants at a beginning
-        :param special: read the text of special tokens, such as chat markers, as those tokens
+        :param special: where the text of a special token, such as a chat marker, is that token: nowhere, everywhere
+            (True), or in the parts that a template has written
         """
         tokenizer = self.tokenizer
         if len(text) < LONG_TEXT:

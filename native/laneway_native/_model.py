@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import attrs
 import trio
 
-from laneway.decoder import InvalidRequestError, ModelLoadError
+from laneway.decoder import InvalidRequestError, ModelLoadError, Written
 from laneway_native._errors import check_load, new_error, text_of
 from laneway_native._ffi import ffi, lib
 from laneway_native._gguf import GgufHeader, check_gguf
@@ -221,8 +221,16 @@ class Model:
         text = lib.laneway_model_token_text(self.handle, tokens[name])
         return ffi.string(text).decode("utf-8", "replace") if text else ""
 
-    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+    def tokenize(self, text: str, *, bos: bool = True, special: bool | Written = False) -> list[int]:
         """Tokens of ``text``; see :meth:`laneway.decoder.Tokenizer.tokenize`."""
+        if isinstance(special, Written):
+            tokens: list[int] = self.tokenize("", bos=bos)
+            at = 0
+            for start, end in (*special.spans, (len(text), len(text))):
+                tokens += self.tokenize(text[at:start], bos=False)
+                tokens += self.tokenize(text[start:end], bos=False, special=True)
+                at = end
+            return tokens
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
@@ -273,7 +281,8 @@ class Model:
 
     def _tokens_that(self, list_them: Callable[..., int]) -> list[int]:
         tokens = ffi.new("int32_t[]", self._size)
-        return ffi.unpack(tokens, list_them(self._handle, tokens, self._size))
+        found: list[int] = ffi.unpack(tokens, list_them(self._handle, tokens, self._size))
+        return found
 
     def _read_metadata(self) -> dict[str, str]:
         metadata = {}
