@@ -55,7 +55,7 @@ def metered_filters(environment: Sandbox) -> dict[str, Callable[..., Any]]:
 
 def metered_tests(environment: Sandbox) -> dict[str, Callable[..., Any]]:
     """The tests of a template's environment."""
-    tests: Mapping[str, Callable[..., Any]] = jinja2.tests.TESTS
+    tests: Mapping[str, Any] = jinja2.tests.TESTS
     metered = {name: _metered(environment, name, function, _TESTS.get(name, _free)) for name, function in tests.items()}
     metered["in"] = lambda item, items: environment.contains(items, item)
     return metered
