@@ -61,14 +61,14 @@ async def to_tokens(
     Raises :class:`InvalidRequestError` if the template refuses or is broken, or if the model has none.
     """
     if isinstance(messages, str):
-        return await text_to_tokens(model, messages)
+        return await text_to_tokens(model, messages, prompt=True)
     kept = await template_of(model)
     rendered = None
     if len(messages) < MANY_MESSAGES:
         rendered = kept.template.render_at_once(messages, variables=variables)
     if rendered is None:
         rendered = await _render_in_thread(kept.template, messages, variables)
-    return await rendered_to_tokens(model, rendered, kept.markers)
+    return await rendered_to_tokens(model, rendered, kept.markers, prompt=True)
 
 
 async def _render_in_thread(
@@ -82,21 +82,23 @@ async def _render_in_thread(
         budget.stop()  # an abandoned thread ends at its next step
 
 
-async def text_to_tokens(model: Model, text: str) -> list[int]:
-    """A raw text that begins where a prompt does, as tokens; see :func:`to_tokens`."""
-    return await _to_tokens(model, text, True, written=len(text))
+async def text_to_tokens(model: Model, text: str, *, prompt: bool = False) -> list[int]:
+    """A raw text that begins where a prompt does, as tokens; see :func:`to_tokens` and :meth:`Model.tokenize`."""
+    return await _to_tokens(model, text, True, len(text), prompt)
 
 
-async def rendered_to_tokens(model: Model, rendered: Rendered, markers: frozenset[int]) -> list[int]:
-    """A rendered text that begins where a prompt does, as tokens; ``markers`` are those of its template."""
+async def rendered_to_tokens(
+    model: Model, rendered: Rendered, markers: frozenset[int], *, prompt: bool = False
+) -> list[int]:
+    """The same for a text that a template has written; ``markers`` are those of the template."""
     written = next((stop for start, stop in rendered.spans if start == 0), 0)
-    return await _to_tokens(model, rendered.text, rendered.special(markers), written)
+    return await _to_tokens(model, rendered.text, rendered.special(markers), written, prompt)
 
 
-async def _to_tokens(model: Model, text: str, special: bool | Written, written: int) -> list[int]:
+async def _to_tokens(model: Model, text: str, special: bool | Written, written: int, prompt: bool) -> list[int]:
     begin = model.tokenizer.special_text("bos")
     there = bool(begin) and len(begin) <= written and text.startswith(begin)
-    return await model.tokenize(text, bos=not there, special=special)
+    return await model.tokenize(text, bos=not there, special=special, prompt=prompt)
 
 
 async def template_of(model: Model) -> ModelTemplate:
