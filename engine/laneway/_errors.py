@@ -90,16 +90,21 @@ class InferenceCancelledError(LanewayError):
 
 @attrs.define(slots=False, eq=False)
 class ContextOverflowError(LanewayError):
-    """A prompt that can never fit into what one slot holds (rule A10).  ``window`` is in tokens."""
+    """A prompt that can never fit into what one slot holds (rule A10).  ``window`` is in tokens.
+
+    ``at_least``: the prompt was refused before its tokens were made, so ``prompt_tokens`` is only a lower bound.
+    """
 
     prompt_tokens: int
     window: int
     context_size: int
     parallel: int
+    at_least: bool = False
 
     def __str__(self) -> str:
+        count = f"at least {self.prompt_tokens}" if self.at_least else str(self.prompt_tokens)
         return (
-            f"the prompt has {self.prompt_tokens} tokens and one slot holds {self.window} "
+            f"the prompt has {count} tokens and one slot holds {self.window} "
             f"(context_size {self.context_size} / parallel {self.parallel}), of which one is for the answer; "
             "shorten the prompt, or load the model with a larger context_size or a smaller parallel"
         )

@@ -11,6 +11,7 @@ from laneway._admission import Admission
 from laneway._decode_loop import DecodeLoop
 from laneway._errors import ContextOverflowError, InvalidRequestError, ModelNotLoadedError
 from laneway._lane import Lanes
+from laneway._tokenizing import Tokenizing, TooManyTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from laneway._admission import Ticket
     from laneway._declarations import Backend
     from laneway._engine import Engine
-    from laneway.decoder import Sampling, Tokenizer
+    from laneway.decoder import Sampling, Tokenizer, Written
 
 LONG_TEXT = 20_000
 """Characters from which tokenising leaves the event loop: about 5 ms of work at SmolLM2's speed."""
@@ -53,8 +54,7 @@ class Model:
         self._backend = backend
         self._closed: str | None = None
         self._freed = False
-        self._tokenizing = 0
-        self._untouched = trio.lowlevel.ParkingLot()
+        self._tokenizing = Tokenizing()
         if backend.decoder is not None:
             assert backend.tokenizer is not None, "a backend with a decoder has a tokenizer"
             self.decode_loop = DecodeLoop(
@@ -127,22 +127,28 @@ class Model:
         fingerprint = getattr(self._backend.decoder, "state_fingerprint", None)
         return fingerprint if isinstance(fingerprint, bytes) else None
 
-    async def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
-        """Tokens of ``text``; a long one is worked on in a thread.
+    async def tokenize(
+        self, text: str, *, bos: bool = True, special: bool | Written = False, prompt: bool = False
+    ) -> list[int]:
+        """Tokens of ``text``; a long one is worked on in a thread, and a cancel ends the wait for it at once.
 
         :param bos: begin with what the model wants at a beginning
-        :param special: read the text of special tokens, such as chat markers, as those tokens
+        :param special: where the text of a special token, such as a chat marker, is that token: nowhere, everywhere
+            (True), or in the parts that a template has written
+        :param prompt: the text is a whole prompt: if it certainly has more tokens than a slot can hold, raise
+            :class:`ContextOverflowError` instead of working them out (rule A10)
         """
         tokenizer = self.tokenizer
         if len(text) < LONG_TEXT:
             await trio.lowlevel.checkpoint_if_cancelled()
             return tokenizer.tokenize(text, bos=bos, special=special)
-        self._tokenizing += 1
         try:
-            return await trio.to_thread.run_sync(lambda: tokenizer.tokenize(text, bos=bos, special=special))
-        finally:
-            self._tokenizing -= 1
-            self._untouched.unpark_all()
+            return await self._tokenizing.run(
+                tokenizer, text, bos=bos, special=special, limit=self.window if prompt else None
+            )
+        except TooManyTokens as error:
+            least = error.least
+        raise ContextOverflowError(least, self.window, self.context_size, self.parallel, at_least=True)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raise :class:`ContextOverflowError` for a prompt that can never run (rule A10).
@@ -195,8 +201,7 @@ class Model:
         finally:
             self._freed = True
             # No request lives any more, but a prompt may be on its way to one, its tokens being made in a thread.
-            while self._tokenizing:
-                await self._untouched.park()
+            await self._tokenizing.until_idle()
             try:
                 if self._backend.aclose is not None:
                     await self._backend.aclose()

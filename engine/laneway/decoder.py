@@ -31,6 +31,7 @@ __all__ = [
     "DecodeError",
     "Decoder",
     "InvalidRequestError",
+    "LongTextTokenizer",
     "ModelLoadError",
     "Sampling",
     "StepBatch",
@@ -38,12 +39,17 @@ __all__ = [
     "StepResult",
     "TokenLogprob",
     "Tokenizer",
+    "TokenizingStopped",
     "Written",
 ]
 
 
 class StepInterrupted(Exception):  # noqa: N818 - an outcome that was asked for, not an error
     """A step was stopped by :meth:`Decoder.interrupt`: no token came of it, its sequences must be dropped."""
+
+
+class TokenizingStopped(Exception):  # noqa: N818 - an outcome that was asked for, not an error
+    """The caller of :meth:`LongTextTokenizer.tokenize` has stopped it: there are no tokens."""
 
 
 def _bias_pairs(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
@@ -261,6 +267,30 @@ class Tokenizer(Protocol):
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` stands for in an answer: maybe half a character, empty for special tokens."""
+
+
+@runtime_checkable
+class LongTextTokenizer(Tokenizer, Protocol):
+    """A tokenizer that is prepared for long texts, which the engine gives to a worker thread.
+
+    A tokenizer need not be one: then a text is not refused before its tokens are counted, and a thread that nobody
+    waits for any more works to its end.
+    """
+
+    def least_tokens(self, text: str) -> int:
+        """How few tokens ``text`` can have at the least, found in a small part of the time that tokenising takes.
+
+        0 if nothing is known, as where a tokenizer drops or joins characters.
+        """
+
+    def tokenize(
+        self, text: str, *, bos: bool = True, special: bool | Written = False, stop: bytearray | None = None
+    ) -> list[int]:
+        """See :meth:`Tokenizer.tokenize`.
+
+        ``stop`` is one byte.  Another thread may set it to anything but 0, and the call ends soon.
+        Raises :class:`TokenizingStopped` then.
+        """
 
 
 @runtime_checkable

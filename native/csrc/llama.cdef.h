@@ -129,9 +129,29 @@ int32_t laneway_model_metadata_value(const laneway_model *model, int32_t index, 
 int32_t laneway_model_end_tokens(const laneway_model *model, int32_t *tokens, int32_t size);
 int32_t laneway_model_user_defined(const laneway_model *model, int32_t *tokens, int32_t size);
 
+// Where the text of a special token is that token.  Begins and ends are of spans of bytes, in order, apart from each other;
+// markers are user-defined tokens that are treated like control tokens.
+typedef struct laneway_rules {
+    int32_t everywhere; // the rest does not matter then
+    int32_t spans;
+    const int32_t *begins;
+    const int32_t *ends;
+    int32_t markers_count;
+    const int32_t *markers;
+} laneway_rules;
+
+// tokens: the caller's, to be given to laneway_tokens_free.  stop: one byte that another thread may set to anything but 0,
+// or NULL; the status is then LANEWAY_INTERRUPTED soon.  calls: how often llama.cpp was asked.
+int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, const laneway_rules *rules,
+                         const uint8_t *stop, int32_t **tokens, int32_t *count, int32_t *calls, laneway_error *error);
+void laneway_tokens_free(int32_t *tokens);
+// How few tokens a text can have at the least; 0 if this vocabulary tells nothing.
+int32_t laneway_least_tokens(const laneway_model *model, const char *text, size_t length, int64_t *least,
+                             laneway_error *error);
+// llama.cpp's own answer for the whole text, to compare with.
 // count: how many there are, which may be more than size; then only the first size were written, or none.
-int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,
-                         int32_t *tokens, int32_t size, int32_t *count, laneway_error *error);
+int32_t laneway_llama_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,
+                               int32_t *tokens, int32_t size, int32_t *count, laneway_error *error);
 int32_t laneway_piece(const laneway_model *model, int32_t token, int32_t special,
                       char *text, int32_t size, int32_t *count, laneway_error *error);
 

@@ -1,7 +1,9 @@
 // Loading a model, its facts, and text to tokens and back.
 #include "model.h"
 
+#include <algorithm>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
 
 using laneway::Failure;
@@ -39,6 +41,11 @@ int32_t tokens_that(const laneway_model *model, int32_t *tokens, int32_t size, W
 
 } // namespace
 
+const laneway::Tokenizing &laneway_model::tokenizing() const {
+    std::call_once(made, [this] { tables = std::make_unique<laneway::Tokenizing>(model, vocabulary); });
+    return *tables;
+}
+
 extern "C" {
 
 int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mode, const int32_t *cancelled,
@@ -59,7 +66,7 @@ int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mo
             }
             throw Failure(LANEWAY_LOAD_FAILED, reason.text("llama.cpp gives no reason"));
         }
-        *model = new laneway_model{loaded, llama_model_get_vocab(loaded)};
+        *model = new laneway_model{loaded, llama_model_get_vocab(loaded), {}, {}};
     });
 }
 
@@ -122,8 +129,47 @@ int32_t laneway_model_user_defined(const laneway_model *model, int32_t *tokens, 
     });
 }
 
-int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,
-                         int32_t *tokens, int32_t size, int32_t *count, laneway_error *error) {
+int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t length, const laneway_rules *given,
+                         const uint8_t *flag, int32_t **tokens, int32_t *count, int32_t *calls, laneway_error *error) {
+    *tokens = nullptr;
+    *count = *calls = 0;
+    return guarded(error, [&] {
+        laneway::Rules rules;
+        rules.everywhere = given->everywhere != 0;
+        for (int32_t index = 0; index < given->spans; ++index) {
+            rules.written.push_back({static_cast<uint32_t>(given->begins[index]), static_cast<uint32_t>(given->ends[index])});
+        }
+        for (int32_t index = 0; index < given->markers_count; ++index) {
+            const int32_t token = given->markers[index];
+            rules.markers.resize(llama_vocab_n_tokens(model->vocabulary));
+            if (token >= 0 && token < llama_vocab_n_tokens(model->vocabulary)) {
+                rules.markers[token] = true;
+            }
+        }
+        const laneway::Stop stop(flag);
+        const std::vector<int32_t> found = model->tokenizing().run(text, static_cast<uint32_t>(length), rules, stop, calls);
+        if (found.size() > INT32_MAX) {
+            throw Failure(LANEWAY_BAD_ARGUMENT, "the text has more than 2147483647 tokens");
+        }
+        *tokens = static_cast<int32_t *>(std::malloc(std::max<size_t>(found.size(), 1) * sizeof(int32_t)));
+        if (!*tokens) {
+            throw std::bad_alloc();
+        }
+        std::copy(found.begin(), found.end(), *tokens);
+        *count = static_cast<int32_t>(found.size());
+    });
+}
+
+void laneway_tokens_free(int32_t *tokens) { std::free(tokens); }
+
+int32_t laneway_least_tokens(const laneway_model *model, const char *text, size_t length, int64_t *least,
+                             laneway_error *error) {
+    *least = 0;
+    return guarded(error, [&] { *least = model->tokenizing().least(text, length); });
+}
+
+int32_t laneway_llama_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,
+                               int32_t *tokens, int32_t size, int32_t *count, laneway_error *error) {
     *count = 0;
     return guarded(error, [&] {
         const int32_t n = llama_tokenize(model->vocabulary, text, length, tokens, size, false, special != 0);

@@ -123,6 +123,23 @@ class _Lib:
         model: ModelHandle,
         text: bytes,
         length: int,
+        rules: Any,
+        stop: Any,
+        tokens: Any,
+        count: Any,
+        calls: Any,
+        error: Error,
+        /,
+    ) -> int: ...
+    def laneway_tokens_free(self, tokens: Any, /) -> None: ...
+    def laneway_least_tokens(
+        self, model: ModelHandle, text: bytes, length: int, least: Any, error: Error, /
+    ) -> int: ...
+    def laneway_llama_tokenize(
+        self,
+        model: ModelHandle,
+        text: bytes,
+        length: int,
         special: int,
         tokens: Any,
         size: int,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import trio
 
-from laneway.decoder import InvalidRequestError, ModelLoadError
+from laneway.decoder import InvalidRequestError, ModelLoadError, TokenizingStopped, Written
 from laneway_native._errors import check_load, new_error, text_of
 from laneway_native._ffi import ffi, lib
 from laneway_native._gguf import GgufHeader, check_gguf
@@ -66,7 +67,7 @@ class ModelFacts:
 
 
 class Model:
-    """Weights and vocabulary.  Implements :class:`laneway.decoder.Tokenizer`.
+    """Weights and vocabulary.  Implements :class:`laneway.decoder.LongTextTokenizer`.
 
     Any thread may use it at any time, but for :meth:`close`, which comes after the decoders of this model are closed.
     A context manager; nothing is freed behind its back.
@@ -221,26 +222,64 @@ class Model:
         text = lib.laneway_model_token_text(self.handle, tokens[name])
         return ffi.string(text).decode("utf-8", "replace") if text else ""
 
-    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
-        """Tokens of ``text``; see :meth:`laneway.decoder.Tokenizer.tokenize`."""
+    def tokenize(
+        self, text: str, *, bos: bool = True, special: bool | Written = False, stop: bytearray | None = None
+    ) -> list[int]:
+        """Tokens of ``text``; see :meth:`laneway.decoder.LongTextTokenizer.tokenize`.
+
+        Raises :class:`InvalidRequestError` for text that has no UTF-8 form, and for text that this vocabulary can only
+        write as a special token where there must be none; :class:`TokenizingStopped` after ``stop``.
+        """
+        tokens, _ = self.tokenize_counted(text, special=special, stop=stop)
+        if bos and self._adds_bos and self._bos >= 0:
+            tokens.insert(0, self._bos)
+        return tokens
+
+    def tokenize_counted(
+        self, text: str, *, special: bool | Written = False, stop: bytearray | None = None
+    ) -> tuple[list[int], int]:
+        """The same without a beginning, and how often llama.cpp was asked for it."""
+        raw = _utf8(text)
+        rules, keep = _rules(text, raw, special)
+        flag = ffi.NULL if stop is None else ffi.from_buffer("uint8_t[]", stop)
+        out, count, calls, error = ffi.new("int32_t **"), ffi.new("int32_t *"), ffi.new("int32_t *"), new_error()
+        status = lib.laneway_tokenize(self.handle, raw, len(raw), rules, flag, out, count, calls, error)
+        del keep
+        if status == lib.LANEWAY_INTERRUPTED:
+            raise TokenizingStopped(text_of(error))
+        if status:
+            raise InvalidRequestError(f"the text cannot be tokenised: {text_of(error)}")
         try:
-            raw = text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
-        room = len(raw) + 8
-        count = ffi.new("int32_t *")
-        error_text = new_error()
+            tokens: list[int] = ffi.unpack(out[0], count[0]) if count[0] else []
+        finally:
+            lib.laneway_tokens_free(out[0])
+        return tokens, calls[0]
+
+    def least_tokens(self, text: str) -> int:
+        """How few tokens ``text`` can have at the least, without working them out; 0 if this vocabulary tells nothing.
+
+        Every byte is in one token, which is no longer than the longest token with such a byte.  So each byte counts for
+        one over that length, and their sum is the bound.
+        """
+        raw = _utf8(text)
+        least, error = ffi.new("int64_t *"), new_error()
+        if lib.laneway_least_tokens(self.handle, raw, len(raw), least, error):
+            raise InvalidRequestError(f"the text cannot be tokenised: {text_of(error)}")
+        return int(least[0])
+
+    def tokenize_with_llama(self, text: str, *, special: bool = False) -> list[int]:
+        """What llama.cpp's own tokenizer gives for the whole text, to compare with; it takes as long as it takes."""
+        raw = _utf8(text)
+        room, count, error = len(raw) + 8, ffi.new("int32_t *"), new_error()
         while True:
             tokens = ffi.new("int32_t[]", room)
-            if lib.laneway_tokenize(self.handle, raw, len(raw), special, tokens, room, count, error_text):
-                raise InvalidRequestError(f"the text cannot be tokenised: {text_of(error_text)}")
+            if lib.laneway_llama_tokenize(self.handle, raw, len(raw), special, tokens, room, count, error):
+                raise InvalidRequestError(f"the text cannot be tokenised: {text_of(error)}")
             if count[0] <= room:
                 break
             room = count[0]
-        out: list[int] = ffi.unpack(tokens, count[0]) if count[0] else []
-        if bos and self._adds_bos and self._bos >= 0:
-            out.insert(0, self._bos)
-        return out
+        found: list[int] = ffi.unpack(tokens, count[0]) if count[0] else []
+        return found
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token in an answer; empty for special tokens."""
@@ -273,7 +312,8 @@ class Model:
 
     def _tokens_that(self, list_them: Callable[..., int]) -> list[int]:
         tokens = ffi.new("int32_t[]", self._size)
-        return ffi.unpack(tokens, list_them(self._handle, tokens, self._size))
+        found: list[int] = ffi.unpack(tokens, list_them(self._handle, tokens, self._size))
+        return found
 
     def _read_metadata(self) -> dict[str, str]:
         metadata = {}
@@ -290,6 +330,32 @@ class Model:
             if length < room:
                 return ffi.string(text).decode("utf-8", "replace")
             room = length + 1
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} at {error.start}") from None
+
+
+def _rules(text: str, raw: bytes, special: bool | Written) -> tuple[Any, list[Any]]:
+    """``special`` for the C border, and what must live as long as it."""
+    rules = ffi.new("laneway_rules *")
+    if not isinstance(special, Written):
+        rules.everywhere = special
+        return rules, []
+    places = [place for span in special.spans for place in span]
+    if any(a > b for a, b in itertools.pairwise([0, *places, len(text)])):
+        raise ValueError(f"spans of {len(text)} characters must be in order and apart from each other: {special.spans}")
+    if len(raw) != len(text):
+        # Characters to bytes: the bytes of what lies between two places, summed up.
+        sizes = (len(text[a:b].encode()) for a, b in itertools.pairwise([0, *places]))
+        places = list(itertools.accumulate(sizes))
+    keep = [ffi.new("int32_t[]", numbers) for numbers in (places[::2], places[1::2], list(special.markers))]
+    rules.spans, rules.markers_count = len(special.spans), len(special.markers)
+    rules.begins, rules.ends, rules.markers = keep
+    return rules, keep
 
 
 async def load_model(

@@ -19,11 +19,12 @@ import attrs
 from laneway import InvalidRequestError
 from laneway_plugins._finetune_formats import SHAPES, chat_of, read_entries
 from laneway_plugins._messages import Message, to_messages
+from laneway_plugins._templates import Rendered
 
 SHOWN_FAULTS = 5
 """How many wrong lines an error tells of."""
 
-Render = Callable[[Sequence[Message], bool], str]
+Render = Callable[[Sequence[Message], bool], Rendered]
 """A chat's text; the second argument: up to where the assistant's answer begins."""
 
 
@@ -67,7 +68,7 @@ class Chat:
 class Marked:
     """A rendered chat with the places, in characters, that the assistant has written."""
 
-    text: str
+    rendered: Rendered
     spans: tuple[tuple[int, int], ...]
 
 
@@ -159,31 +160,31 @@ def mark(render: Render, messages: Sequence[Message]) -> list[Marked]:
         if message.role == "assistant":
             before = render(messages[:index], True)
             after = whole if index == len(messages) - 1 else render(messages[: index + 1], False)
-            if not after.startswith(before) or len(after) == len(before):
+            if not after.text.startswith(before.text) or len(after.text) == len(before.text):
                 raise InvalidRequestError(
                     f"the model's chat template writes message {index + 1} in such a way that the assistant's words "
                     "cannot be told from what is before them: a chat with the answer does not begin like the one that "
                     "asks for it; train on plain text in the form that the model wants",
                 )
-            in_one = in_one and whole.startswith(after) and behind <= len(before)
-            behind = len(after)
-            answers.append((after, (len(before), len(after))))
+            in_one = in_one and whole.text.startswith(after.text) and behind <= len(before.text)
+            behind = len(after.text)
+            answers.append((after, (len(before.text), len(after.text))))
     if in_one:
         return [Marked(whole, tuple(span for _, span in answers))]
-    return [Marked(text, (span,)) for text, span in answers]
+    return [Marked(rendered, (span,)) for rendered, span in answers]
 
 
-def pieces(marked: Marked) -> list[tuple[str, bool]]:
+def pieces(marked: Marked) -> list[tuple[Rendered, bool]]:
     """The text cut at the borders of its spans, each piece with whether it is the assistant's."""
-    cut: list[tuple[str, bool]] = []
+    cut: list[tuple[Rendered, bool]] = []
     at = 0
     for start, end in marked.spans:
         if start > at:
-            cut.append((marked.text[at:start], False))
-        cut.append((marked.text[start:end], True))
+            cut.append((marked.rendered.cut(at, start), False))
+        cut.append((marked.rendered.cut(start, end), True))
         at = end
-    if at < len(marked.text):
-        cut.append((marked.text[at:], False))
+    if at < len(marked.rendered.text):
+        cut.append((marked.rendered.cut(at, len(marked.rendered.text)), False))
     return cut
 
 

@@ -28,7 +28,8 @@ from laneway_plugins._finetune_data import (
 )
 from laneway_plugins._finetune_formats import looks_like_chats
 from laneway_plugins._messages import Message
-from laneway_plugins._prompts import new_template_of, text_to_tokens
+from laneway_plugins._prompts import rendered_to_tokens, template_of, text_to_tokens
+from laneway_plugins._templates import Rendered
 
 Format = Literal["auto", "text", "chat"]
 """Of a data file; ``auto``: chats if it is JSON, by its content or its name, else text."""
@@ -105,10 +106,10 @@ class Reader:
                 f"{name}: model {self.model.name!r} has no chat template, so it cannot be trained on chats; "
                 "train it on plain text"
             )
-        template = new_template_of(self.model)
+        of_model = await template_of(self.model)
 
-        def render(messages: Sequence[Message], asking: bool) -> str:
-            return template.render(messages, generation_prompt=asking)
+        def render(messages: Sequence[Message], asking: bool) -> Rendered:
+            return of_model.template.render(messages, generation_prompt=asking)
 
         faults = Faults(name, len(chats), chats[0].unit)
         examples = []
@@ -120,7 +121,7 @@ class Reader:
                     if isinstance(found, InvalidRequestError):
                         raise found
                     for marked in found:
-                        tokens, mask = await self._tokens(marked)
+                        tokens, mask = await self._tokens(marked, of_model.markers)
                         examples.append(self._fit(Example(tokens, mask, chat.line)))
                 except InvalidRequestError as error:
                     faults.add(chat.line, error.reason)
@@ -143,30 +144,33 @@ class Reader:
             raise InvalidRequestError("the answers make no tokens: there is nothing to learn")
         return example
 
-    async def _tokens(self, marked: Marked) -> tuple[array[int], bytes]:
+    async def _tokens(self, marked: Marked, markers: frozenset[int]) -> tuple[array[int], bytes]:
         ends = self.model.tokenizer.end_tokens
-        whole = await text_to_tokens(self.model, marked.text)
+        rendered = marked.rendered
+        whole = await rendered_to_tokens(self.model, rendered, markers)
         borders = [0]
         for place in (place for span in marked.spans for place in span):
             # There may be hundreds, and what is tokenised in no time is tokenised without a turn for others.
             await trio.lowlevel.checkpoint()
-            before = whole if place == len(marked.text) else await text_to_tokens(self.model, marked.text[:place])
+            before = whole
+            if place < len(rendered.text):
+                before = await rendered_to_tokens(self.model, rendered.cut(0, place), markers)
             if whole[: len(before)] != before or len(before) < borders[-1]:
                 # A token reaches over the border.  The model will be shown the text before it alone, so this is where
                 # tokens have to end.
-                return masked([(tokens, answer) for tokens, answer in await self._apart(marked)], ends)
+                return masked([(tokens, answer) for tokens, answer in await self._apart(marked, markers)], ends)
             borders.append(len(before))
         borders.append(len(whole))
         parts = [(whole[start:end], bool(index % 2)) for index, (start, end) in enumerate(itertools.pairwise(borders))]
         return masked(parts, ends)
 
-    async def _apart(self, marked: Marked) -> list[tuple[list[int], bool]]:
+    async def _apart(self, marked: Marked, markers: frozenset[int]) -> list[tuple[list[int], bool]]:
         parts: list[tuple[list[int], bool]] = []
-        for text, answer in pieces(marked):
+        for piece, answer in pieces(marked):
             if parts:
-                tokens = await self.model.tokenize(text, bos=False, special=True)
+                tokens = await self.model.tokenize(piece.text, bos=False, special=piece.special(markers))
             else:
-                tokens = await text_to_tokens(self.model, text)
+                tokens = await rendered_to_tokens(self.model, piece, markers)
             parts.append((tokens, answer))
         return parts
 

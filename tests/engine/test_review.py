@@ -16,6 +16,7 @@ import trio.testing
 import laneway
 from laneway import _model
 from laneway._request import Request
+from laneway.decoder import Written
 from laneway.testing import ScriptedDecoder
 from laneway_plugins import batch
 from tests.engine.kit import GREEDY, PLUGIN, Bench, Body, Generate, bench, forever
@@ -434,7 +435,7 @@ async def test_C8_a_model_is_not_freed_under_a_prompt_on_its_way(monkeypatch: py
             def __getattr__(self, name: str) -> Any:
                 return getattr(tokenizer, name)
 
-            def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> Any:
+            def tokenize(self, text: str, *, bos: bool = True, special: bool | Written = False) -> Any:
                 begun.set()
                 assert go_on.wait(10)
                 happened.append("tokenised")

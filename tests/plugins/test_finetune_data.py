@@ -29,7 +29,7 @@ from laneway_plugins._finetune_data import (
 )
 from laneway_plugins._finetune_dataset import Dataset, Reader
 from laneway_plugins._messages import Message
-from laneway_plugins._templates import ChatTemplate
+from laneway_plugins._templates import ChatTemplate, Rendered
 from tests.plugins.scripted import Scripted, scripted
 from tests.tiny_model import CHATML
 
@@ -142,14 +142,14 @@ HASTY = (
 def render_with(source: str) -> Render:
     template = ChatTemplate(source, bos="<s>", eos="</s>")
 
-    def render(messages: Sequence[Message], asking: bool) -> str:
+    def render(messages: Sequence[Message], asking: bool) -> Rendered:
         return template.render(messages, generation_prompt=asking)
 
     return render
 
 
 def words_of(marked: Marked) -> list[str]:
-    return [marked.text[start:end] for start, end in marked.spans]
+    return [marked.rendered.text[start:end] for start, end in marked.spans]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def words_of(marked: Marked) -> list[str]:
 )
 def test_the_answers_of_a_chat_are_found(source: str, answers: list[str]) -> None:
     (marked,) = mark(render_with(source), TWO_TURNS)
-    assert marked.text == render_with(source)(TWO_TURNS, False)
+    assert marked.rendered == render_with(source)(TWO_TURNS, False)
     assert words_of(marked) == answers
 
 
@@ -171,8 +171,8 @@ def test_the_words_of_others_are_not_taken_for_answers() -> None:
     (marked,) = mark(render_with(CHATML), echo)
     assert words_of(marked) == ["Yes.<|im_end|>\n"] * 2
     assert [start for start, _ in marked.spans] == [
-        len(render_with(CHATML)(echo[:1], True)),
-        len(render_with(CHATML)(echo[:3], True)),
+        len(render_with(CHATML)(echo[:1], True).text),
+        len(render_with(CHATML)(echo[:3], True).text),
     ]
 
 
@@ -180,8 +180,8 @@ def test_a_template_that_forgets_gives_a_text_for_each_answer() -> None:
     first, second = mark(render_with(FORGETFUL), TWO_TURNS)
     assert words_of(first) == ["<think>\n\n</think>\n\nYes.<|im_end|>\n"]
     assert words_of(second) == ["<think>\n\n</think>\n\nNo.<|im_end|>\n"]
-    assert "<think>" not in second.text[: second.spans[0][0]]
-    assert first.text == render_with(FORGETFUL)(TWO_TURNS[:3], False)
+    assert "<think>" not in second.rendered.text[: second.spans[0][0]]
+    assert first.rendered == render_with(FORGETFUL)(TWO_TURNS[:3], False)
 
 
 def test_a_template_whose_answers_cannot_be_told_apart_is_refused() -> None:
@@ -195,9 +195,15 @@ def test_a_template_that_leaves_the_answer_out_is_refused() -> None:
 
 
 def test_pieces_are_the_text_again() -> None:
-    marked = Marked("abcdefg", ((1, 3), (3, 4), (5, 7)))
-    assert pieces(marked) == [("a", False), ("bc", True), ("d", True), ("e", False), ("fg", True)]
-    assert "".join(text for text, _ in pieces(marked)) == marked.text
+    marked = Marked(Rendered("abcdefg", ((0, 2), (4, 6))), ((1, 3), (3, 4), (5, 7)))
+    assert pieces(marked) == [
+        (Rendered("a", ((0, 1),)), False),
+        (Rendered("bc", ((0, 1),)), True),
+        (Rendered("d"), True),
+        (Rendered("e", ((0, 1),)), False),
+        (Rendered("fg", ((0, 1),)), True),
+    ]
+    assert "".join(piece.text for piece, _ in pieces(marked)) == marked.rendered.text
 
 
 # Tokens.
@@ -324,7 +330,7 @@ async def test_reading_leaves_turns_to_others(
     beside = False
     render = ChatTemplate.render
 
-    def watched(template: ChatTemplate, *args: Any, **options: Any) -> str:
+    def watched(template: ChatTemplate, *args: Any, **options: Any) -> Rendered:
         assert beside
         return render(template, *args, **options)
 

@@ -5,13 +5,12 @@ Pure: no trio, no clock.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from laneway.decoder import InvalidRequestError
+from laneway.decoder import InvalidRequestError, Written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 BEGIN = "<|begin|>"
 END = "<|end|>"
@@ -56,15 +55,29 @@ class ScriptedTokenizer:
 
     :param chat_template: jinja2 text, or None for a model that knows no chats
     :param bos: whether a prompt begins with ``<|begin|>``
+    :param user_defined: texts of user-defined tokens, which follow the special ones
     """
 
-    def __init__(self, *, chat_template: str | None = SCRIPTED_CHAT_TEMPLATE, bos: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        chat_template: str | None = SCRIPTED_CHAT_TEMPLATE,
+        bos: bool = True,
+        user_defined: Sequence[str] = (),
+    ) -> None:
+        if not all(user_defined) or len({*_SPECIAL, *user_defined}) < len(_SPECIAL) + len(user_defined):
+            raise ValueError(f"user-defined tokens are texts that differ from each other and from {_SPECIAL}")
         pieces = [bytes([byte]) for byte in range(256)]
         pieces.extend(_ANSWER_PIECES)
         pieces.extend(_PROMPT_PIECES)
         self._pieces = tuple(pieces)
         self._specials = {text: len(pieces) + index for index, text in enumerate(_SPECIAL)}
-        self._special_texts = {token: text for text, token in self._specials.items()}
+        first = len(pieces) + len(_SPECIAL)
+        self._special_ids = frozenset(self._specials.values())
+        self._user_defined = {text: first + index for index, text in enumerate(user_defined)}
+        self._whole_texts = {token: text for text, token in (self._specials | self._user_defined).items()}
+        # The longest is looked for first, as llama.cpp does.
+        self._by_length = sorted(self._whole_texts, key=lambda token: -len(self._whole_texts[token].encode()))
         self._ids = {piece: token for token, piece in enumerate(pieces)}
         self._longest = max(map(len, pieces))
         self._chat_template = chat_template
@@ -76,7 +89,7 @@ class ScriptedTokenizer:
     @property
     def size(self) -> int:
         """Entries of the vocabulary."""
-        return len(self._pieces) + len(self._specials)
+        return len(self._pieces) + len(self._whole_texts)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -85,8 +98,8 @@ class ScriptedTokenizer:
 
     @property
     def user_defined(self) -> Mapping[str, int]:
-        """There are none."""
-        return {}
+        """What the constructor was given, by text."""
+        return self._user_defined
 
     @property
     def chat_template(self) -> str | None:
@@ -104,25 +117,52 @@ class ScriptedTokenizer:
         """The text of ``bos`` or ``eos``."""
         return {"bos": BEGIN if self._bos else "", "eos": END}.get(name, "")
 
-    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+    def tokenize(self, text: str, *, bos: bool = True, special: bool | Written = False) -> list[int]:
         """Tokens of ``text``: at each place the longest piece that fits.
 
         Raises :class:`InvalidRequestError` for text that has no UTF-8 form (lone surrogates).
         """
         tokens = [self._specials[BEGIN]] if bos and self._bos else []
-        parts = re.split("(" + "|".join(map(re.escape, _SPECIAL)) + ")", text) if special else [text]
-        for part in parts:
-            if special and part in self._specials:
-                tokens.append(self._specials[part])
+        for start, end, token in self._partition(text, special):
+            if token is None:
+                tokens.extend(self._plain(text[start:end]))
             else:
-                tokens.extend(self._plain(part))
+                tokens.append(token)
         return tokens
+
+    def _partition(self, text: str, special: bool | Written) -> list[tuple[int, int, int | None]]:
+        """``text`` cut into whole tokens and what lies between them: ``(start, end, token or None)``, in order."""
+        parts: list[tuple[int, int, int | None]] = [(0, len(text), None)]
+        for token in self._by_length:
+            whole = self._whole_texts[token]
+            guarded = token in self._special_ids or (isinstance(special, Written) and token in special.markers)
+            if guarded and special is False:
+                continue
+            spans = iter(special.spans if guarded and isinstance(special, Written) else ((0, len(text)),))
+            span = next(spans, None)
+            rest: list[tuple[int, int, int | None]] = []
+            for start, end, taken in parts:
+                at = start
+                while taken is None and span is not None:
+                    found = text.find(whole, max(at, span[0]), min(end, span[1]))
+                    if found >= 0:
+                        rest.extend([(at, found, None), (found, found + len(whole), token)])
+                        at = found + len(whole)
+                    elif span[1] < end:
+                        span = next(spans, None)
+                    else:
+                        break
+                rest.append((at, end, taken))
+            parts = [part for part in rest if part[0] < part[1]]
+        return parts
 
     def piece(self, token: int) -> bytes:
         """The bytes of ``token``; empty for the special ones.  Raises IndexError beyond the vocabulary."""
         if not 0 <= token < self.size:
             raise IndexError(f"token {token} is not in the vocabulary of {self.size}")
-        return self._pieces[token] if token < len(self._pieces) else b""
+        if token < len(self._pieces):
+            return self._pieces[token]
+        return b"" if token in self._special_ids else self._whole_texts[token].encode()
 
     def text(self, tokens: Iterable[int]) -> str:
         """The text that ``tokens`` make, each broken character as one U+FFFD; special tokens are left out."""
@@ -130,7 +170,7 @@ class ScriptedTokenizer:
 
     def name(self, token: int) -> str:
         """How ``token`` is shown to people: the text of special tokens, else its bytes."""
-        return self._special_texts.get(token) or repr(self.piece(token))[1:]
+        return self._whole_texts.get(token) or repr(self.piece(token))[1:]
 
     def _plain(self, text: str) -> list[int]:
         try:
