@@ -58,11 +58,9 @@ PUBLIC = {
     "laneway",
     "laneway.decoder",
     "laneway.hookspecs",
-PUBLIC = {
     "laneway.terminal",
     "laneway.testing",
     "laneway.threads",
-}
     "laneway.validators",
 }
 """What a plugin, ours or anybody's, may import of the engine."""

@@ -56,6 +56,9 @@ from laneway_plugins._translation_forms import form_for, named_form
 from laneway_plugins._translation_forms import known_forms as known_forms
 from laneway_plugins.completion import CompletionFields, CompletionRequest, Job, prepare_job
 
+NO_THINKING = {"enable_thinking": False, "thinking": False}
+"""What templates are told: most ask for the first name, DeepSeek's for the second, and others know neither."""
+
 _EDGES = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
 
 
@@ -111,7 +114,8 @@ class TranslateRequest:
                 known = ", ".join(sorted(CompletionFields.__annotations__))
                 raise InvalidRequestError(f"there is no such field; there are: {known}", name)
         given: dict[str, Any] = {"temperature": 0.0, **fields}
-        CompletionRequest("", **given)
+        # Of a chat: whether the form makes one is known later.
+        CompletionRequest([{"role": "user", "content": ""}], **given)
         if form is not None and not isinstance(form, (str, PromptForm)):
             raise InvalidRequestError(f"must be a PromptForm or the name of one, not {form!r}", "form")
         self.__attrs_init__(
@@ -354,8 +358,11 @@ async def _job(model: Model, request: TranslateRequest, form: PromptForm, wanted
         fields["max_tokens"] = longest_translation(len(await model.tokenize(wanted.text, bos=False)))
         if thinks(model.tokenizer.chat_template):
             fields["max_tokens"] += THOUGHT_TOKENS
+    asked = form.ask(wanted)
+    if not isinstance(asked, str):
+        fields["chat_template_kwargs"] = {**NO_THINKING, **(fields.get("chat_template_kwargs") or {})}
     try:
-        return await prepare_job(model, CompletionRequest(form.ask(wanted), **fields))
+        return await prepare_job(model, CompletionRequest(asked, **fields))
     except (ContextOverflowError, InvalidRequestError) as error:
         if not isinstance(request.texts, str):
             error.add_note(f"this is about text {index} of {len(request.items)}")

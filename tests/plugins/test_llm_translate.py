@@ -400,3 +400,33 @@ async def test_a_thought_that_the_prompt_opens_is_no_translation(autojump_clock:
             at.model, llm_translate.TranslateRequest("Guten Morgen", source="de", target="en")
         )
         assert job.payload.items[0].job.request.max_tokens > 1024
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+async def test_a_model_that_may_think_is_asked_not_to(name: str, autojump_clock: MockClock) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:"
+        "{% if NAME is defined and not NAME %}<think></think>{% else %}<think>{% endif %}{% endif %}"
+    ).replace("NAME", name)
+    asking = f"{ORDER}\n\nGuten Morgen\nA:<think>"
+    script = {
+        tuple(WORDS.tokenize(f"{asking}</think>", special=True)): "Good morning",
+        tuple(WORDS.tokenize(asking, special=True)): "They greet.</think>Hello",
+    }
+    async with scripted(script=script, chat_template=template, context_size=4096) as at:
+        assert await llm_translate.translate(at.model, "Guten Morgen", source="de", target="en") == "Good morning"
+        # The caller may want it; the thought is dropped all the same.
+        thought = await llm_translate.translate(
+            at.model, "Guten Morgen", source="de", target="en", chat_template_kwargs={name: True}
+        )
+        assert thought == "Hello"
+
+
+async def test_a_form_that_makes_no_chat_has_no_template_to_tell(autojump_clock: MockClock) -> None:
+    plain = PromptForm(name="plain text", models=None, ask=lambda wanted: f"{wanted.text} =")
+    async with scripted(script={tuple(WORDS.tokenize("Hallo =", special=True)): "Hello"}) as at:
+        assert await llm_translate.translate(at.model, "Hallo", source="de", target="en", form=plain) == "Hello"
+        with pytest.raises(InvalidRequestError, match="a raw prompt goes without the model's chat template"):
+            await llm_translate.translate(
+                at.model, "Hallo", source="de", target="en", form=plain, chat_template_kwargs={"enable_thinking": True}
+            )
