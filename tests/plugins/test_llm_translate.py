@@ -21,7 +21,7 @@ from laneway import (
     TranslationError,
 )
 from laneway.testing import ScriptedTokenizer
-from laneway_plugins import _language_detection, completion, llm_translate
+from laneway_plugins import _language_detection, _thoughts, completion, llm_translate
 from laneway_plugins._language_detection import detect_language
 from laneway_plugins._languages import find_language
 from laneway_plugins._loops import longest_translation
@@ -430,3 +430,24 @@ async def test_a_form_that_makes_no_chat_has_no_template_to_tell(autojump_clock:
             await llm_translate.translate(
                 at.model, "Hallo", source="de", target="en", form=plain, chat_template_kwargs={"enable_thinking": True}
             )
+
+
+async def test_a_thought_between_control_tokens_is_no_translation(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control tokens are no part of an answer's text, so its text alone does not tell the thought from the answer."""
+    monkeypatch.setattr(_thoughts, "THOUGHTS", {"<|begin|>": "<|turn|>"})
+    monkeypatch.setattr(llm_translate, "MARKERS", ("<|begin|>", "<|turn|>"))
+    begin, turn = (WORDS.tokenize(text, bos=False, special=True)[0] for text in ("<|begin|>", "<|turn|>"))
+    template = "{{ '<|begin|>' }}{% for m in messages %}<|turn|>{{ m.content }}\n{% endfor %}A:"
+
+    def asking(text: str) -> tuple[int, ...]:
+        return tuple(WORDS.tokenize(f"<|begin|><|turn|>{ORDER}\n\n{text}\nA:", bos=False, special=True))
+
+    thought, answer = (WORDS.tokenize(text, bos=False) for text in ("They greet. é", "Good morning"))
+    script = {asking("eins"): [begin, *thought, turn, *answer], asking("zwei"): [begin, *thought]}
+    async with scripted(script=script, chat_template=template, context_size=4096) as at:
+        async with llm_translate.stream(at.model, ["eins", "zwei"], source="de", target="en") as run:
+            whole, cut = (await run.result()).translations
+    assert (whole.text, whole.cut) == ("Good morning", None)
+    assert (cut.text, cut.cut) == ("", "thought")
