@@ -188,6 +188,44 @@ def pieces(marked: Marked) -> list[tuple[Rendered, bool]]:
     return cut
 
 
+Parts = Sequence[tuple[Sequence[int], bool]]
+"""Tokens of a chat, piece by piece, each with whether it is the assistant's."""
+
+
+def ending_at(tokens: Sequence[int], ends: frozenset[int], is_blank: Callable[[int], bool]) -> list[int]:
+    """The first end token of ``tokens`` and what is before it, if that is white space; else nothing."""
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return list(tokens[: index + 1])
+        if not is_blank(token):
+            break
+    return []
+
+
+def close_answers(
+    parts: Parts, ends: frozenset[int], closing: Sequence[int], is_blank: Callable[[int], bool]
+) -> tuple[list[tuple[list[int], bool]], int]:
+    """Give each answer that has no end token the one that follows it.  Returns the parts, and how many have none.
+
+    In some templates nothing but the marker of the next turn ends an answer.  There the model has to learn to write
+    that marker.  ``closing`` is what the template would write behind a last answer, up to its end token.
+    """
+    closed = [(list(tokens), answer) for tokens, answer in parts if tokens]
+    unclosed = 0
+    for index, (tokens, answer) in enumerate(closed):
+        if not answer or not ends.isdisjoint(tokens):
+            continue
+        if index == len(closed) - 1:
+            ending = list(closing)
+        else:
+            following, is_answer = closed[index + 1]
+            ending = [] if is_answer else ending_at(following, ends, is_blank)
+            del following[: len(ending)]
+        tokens += ending
+        unclosed += not ending
+    return closed, unclosed
+
+
 def masked(parts: Iterable[tuple[Sequence[int], bool]], ends: frozenset[int]) -> tuple[array[int], bytes]:
     """Tokens and mask of parts that are the assistant's or not.
 

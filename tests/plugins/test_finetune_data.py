@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from laneway_plugins._finetune_data import (
     Example,
     Marked,
     Render,
+    close_answers,
     decode,
     mark,
     masked,
@@ -213,6 +215,35 @@ def test_nothing_behind_an_end_token_is_learned() -> None:
     tokens, mask = masked([([1, 2], False), ([3, 9, 4], True), ([5], False), ([6, 7], True)], frozenset({9}))
     assert tokens == array("i", [1, 2, 3, 9, 4, 5, 6, 7])
     assert mask == bytes([0, 0, 1, 1, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("parts", "closed", "unclosed"),
+    [
+        # The end token is in the answer.
+        ([([1], False), ([3, 9, 4], True), ([9, 5], False)], [([1], False), ([3, 9, 4], True), ([9, 5], False)], 0),
+        # The next turn's marker ends it.
+        ([([1], False), ([3], True), ([9, 5], False)], [([1], False), ([3, 9], True), ([5], False)], 0),
+        ([([1], False), ([3], True), ([0, 0, 9, 5], False)], [([1], False), ([3, 0, 0, 9], True), ([5], False)], 0),
+        # The last one is given what would follow.
+        ([([1], False), ([3], True)], [([1], False), ([3, 0, 9], True)], 0),
+        ([([1], False), ([3], True), ([], False)], [([1], False), ([3, 0, 9], True)], 0),
+        # Nothing ends it.
+        ([([1], False), ([3], True), ([5, 9], False)], [([1], False), ([3], True), ([5, 9], False)], 1),
+        ([([3], True), ([9, 4], True)], [([3], True), ([9, 4], True)], 1),
+        ([([3], True), ([0], False)], [([3], True), ([0], False)], 1),
+    ],
+)
+def test_an_answer_is_closed_by_the_end_token_that_follows_it(parts: Any, closed: Any, unclosed: int) -> None:
+    ends = frozenset({9})
+    assert close_answers(parts, ends, [0, 9], lambda token: token == 0) == (closed, unclosed)
+    joined = [token for tokens, _ in parts for token in tokens]
+    after = [token for tokens, _ in closed for token in tokens]
+    assert after[: len(joined)] == joined
+
+
+def test_a_last_answer_without_anything_behind_it_stays_open() -> None:
+    assert close_answers([([1], False), ([3], True)], frozenset({9}), [], lambda token: False)[1] == 1
 
 
 def test_the_first_token_is_predicted_by_nothing() -> None:
@@ -413,3 +444,63 @@ async def test_a_text_with_nothing_in_it(tmp_path: Path, text: str, autojump_clo
     async with scripted(bos=False) as s:
         with pytest.raises(InvalidRequestError, match="nothing in it to learn"):
             await read(s, written(tmp_path, text, "d.txt"))
+
+
+# Where answers end.
+
+MARKER_ENDS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|end|>{{ m.content }}{% else %}<|turn|>{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+)
+"""Nothing but the next user's marker, which is an end token of the model, ends an answer."""
+
+
+@pytest.mark.parametrize(
+    ("template", "learned", "open_answers"),
+    [
+        (MARKER_ENDS, ["Yes.<|end|>", "No.<|end|>"], 0),
+        (MARKER_ENDS.replace("<|end|>", "{{ '\\n' }}<|end|>"), ["Yes.\n<|end|>", "No.\n<|end|>"], 0),
+        (MARKER_ENDS.replace("<|end|>", "<|begin|>"), ["Yes.", "No."], 2),
+        (MARKER_ENDS.replace("<|end|>", "User: ").replace("<|turn|>", "Bot: "), ["Yes.", "No."], 2),
+        # It refuses the chat that would show what follows an answer.
+        (
+            "{% if messages[0].content == 'a' %}{{ raise_exception('no') }}{% endif %}" + MARKER_ENDS,
+            ["Yes.<|end|>", "No."],
+            1,
+        ),
+    ],
+)
+async def test_the_marker_of_the_next_turn_is_learned_where_it_ends_an_answer(
+    tmp_path: Path,
+    template: str,
+    learned: list[str],
+    open_answers: int,
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat = [USER, ANSWER, Message("user", "And now?"), Message("assistant", "No.")]
+    async with scripted(chat_template=template) as s:
+        (example,) = (await read(s, written(tmp_path, line(*chat)), length=200)).train
+        words = s.tokenizer
+        expected = [words.tokenize(text, bos=False, special=True) for text in learned]
+    runs = [
+        [token for _, token in run]
+        for counted, group in itertools.groupby(enumerate(example.tokens), key=lambda pair: example.mask[pair[0]])
+        if counted
+        for run in [list(group)]
+    ]
+    assert runs == expected
+    warned = [record.getMessage() for record in caplog.records if record.name == "laneway.finetune"]
+    assert len(warned) == bool(open_answers)
+    if open_answers:
+        assert f"behind {open_answers} of 2 answers, so the adapter may never learn to end" in warned[0]
+
+
+async def test_a_template_with_end_tokens_is_learned_as_ever(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted() as s:
+        (example,) = (await read(s, written(tmp_path, line(USER, ANSWER)))).train
+        end = s.tokenizer.tokenize("<|turn_end|>", bos=False, special=True)[0]
+    assert [token for token, counts in zip(example.tokens, example.mask, strict=True) if counts][-1] == end
+    assert not [record for record in caplog.records if record.name == "laneway.finetune"]
