@@ -133,9 +133,6 @@ def parse_chats(text: str, name: str) -> list[Chat]:
 def _parse_chat(value: Any) -> tuple[Message, ...]:
     messages = to_messages(chat_of(value))
     assert not isinstance(messages, str)
-    for number, message in enumerate(messages, 1):
-        if not message.content.isascii() and any("\ud800" <= character <= "\udfff" for character in message.content):
-            raise InvalidRequestError(f"message {number} holds a lone surrogate, which is no character")
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not answers:
         raise InvalidRequestError("there is no message of the assistant to learn from")

@@ -54,6 +54,7 @@ from laneway_plugins._translation_forms import Wanted as Wanted
 from laneway_plugins._translation_forms import add_form as add_form
 from laneway_plugins._translation_forms import form_for, named_form
 from laneway_plugins._translation_forms import known_forms as known_forms
+from laneway_plugins._unicode import surrogate_in
 from laneway_plugins.completion import CompletionFields, CompletionRequest, Job, prepare_job
 
 NO_THINKING = {"enable_thinking": False, "thinking": False}
@@ -71,6 +72,7 @@ class TranslateFields(CompletionFields, total=False):
 
 def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     if isinstance(value, str):
+        _check_text("the text", value)
         return value
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"must be a str or a list of them, not {type(value).__name__}", "texts")
@@ -78,7 +80,14 @@ def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidRequestError(f"item {index} must be a str, not {type(text).__name__}", "texts")
+        _check_text(f"item {index}", text)
     return texts
+
+
+def _check_text(what: str, text: str) -> None:
+    wrong = surrogate_in(text)
+    if wrong is not None:
+        raise InvalidRequestError(f"{what} is not valid: {wrong}", "texts")
 
 
 @attrs.frozen(init=False)

@@ -51,10 +51,11 @@ from laneway.validators import number, of_type, optional, whole
 from laneway_plugins._languages import find_language
 from laneway_plugins._nmt_package import Pair, canonical_code, find_pairs, is_translation_source
 from laneway_plugins._nmt_pieces import growing_text
-from laneway_plugins._nmt_routes import find_route, languages, unlabelled
+from laneway_plugins._nmt_routes import find_route, languages, same_language, unlabelled
 from laneway_plugins._nmt_service import NmtService, OpenPair, open_pair, share_of_cpus
 from laneway_plugins._nmt_text import Assembly, Chunk, Part, Sentence, split_text
 from laneway_plugins._nmt_worker import Hypothesis, MissingExtraError, Search, import_ctranslate2, need
+from laneway_plugins._unicode import surrogate_in
 
 BEAM_BATCH = 8
 """Chunks that beam search translates at a time: a cancel waits for them."""
@@ -87,6 +88,7 @@ class NmtFields(TypedDict, total=False):
 
 def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     if isinstance(value, str):
+        _check_text("the text", value)
         return value
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"must be a str or a list of them, not {type(value).__name__}", "texts")
@@ -94,7 +96,14 @@ def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidRequestError(f"item {index} must be a str, not {type(text).__name__}", "texts")
+        _check_text(f"item {index}", text)
     return texts
+
+
+def _check_text(what: str, text: str) -> None:
+    wrong = surrogate_in(text)
+    if wrong is not None:
+        raise InvalidRequestError(f"{what} is not valid: {wrong}", "texts")
 
 
 @attrs.frozen
@@ -267,7 +276,11 @@ def choose_route(
     if unlabelled(pairs):
         return (0,), (asked_source or pairs[0].source, asked_target or pairs[0].target)
     start = asked_source or _only({pair.source for pair in pairs}, "source")
-    end = asked_target or _only({pair.target for pair in pairs if pair.source == start} or set(), "target")
+    ends = {pair.target for pair in pairs if same_language(start, pair.source)}
+    if asked_target is None and not ends:
+        installed = ", ".join(sorted({pair.source for pair in pairs}))
+        raise TranslationError(f"no installed pair translates from {start!r}; there are pairs from: {installed}")
+    end = asked_target or _only(ends, "target")
     if start == end:
         raise TranslationError(f"source and target are the same language: {start!r}")
     way = find_route(pairs, start, end)
@@ -279,7 +292,7 @@ def choose_route(
 
 def _only(codes: set[str], field: str) -> str:
     if len(codes) != 1:
-        known = ", ".join(sorted(codes)) or "none from this source"
+        known = ", ".join(sorted(codes))
         raise InvalidRequestError(f"must be given: the model has several ({known})", field)
     return next(iter(codes))
 
@@ -800,7 +813,10 @@ def _find_all(source: ModelSource, options: NmtOptions) -> list[Pair]:
             told["source"], told["target"] = told.pop("languages")
         pairs = [attrs.evolve(pairs[0], **told)]
     for extra in options.packages:
-        path = Path(extra).expanduser()
+        try:
+            path = Path(extra).expanduser()
+        except RuntimeError as error:  # ~name of a user that there is not
+            raise ModelLoadError(extra, str(error)) from None
         if not path.exists():
             raise ModelLoadError(extra, "there is no such file or directory")
         pairs.extend(find_pairs(path))

@@ -244,3 +244,23 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_version_is_that_of_the_package(program: RealProgram) -> None:
     assert program.run("--version").stdout.decode() == f"laneway {laneway.__version__}\n"
+
+
+@pytest.mark.parametrize("where", ["option", "variable"])
+@pytest.mark.parametrize("args", [["cache", "list"], ["cache", "prune"], ["pull", "--list"], ["pull", "smollm2"]])
+def test_a_cache_directory_of_no_user_is_one_line(program: RealProgram, args: list[str], where: str) -> None:
+    place = "~nosuchuser/x"
+    if where == "option":
+        done = program.run(*args, "--cache-dir", place)
+    else:
+        done = program.run(*args, env=environment(LANEWAY_CACHE_DIR=place))
+    (line,) = lines(done.stderr)
+    assert (done.returncode, done.stdout) == (1, b"")
+    field = "cache_dir" if where == "option" else "LANEWAY_CACHE_DIR"
+    assert line.startswith(f"laneway: error: {field}: '{place}' names the home directory of a user that there is not")
+
+
+def test_a_model_of_no_user_is_one_line(program: RealProgram) -> None:
+    for args in (["run", "~nosuchuser/x.gguf", "x"], ["run", "smollm2", "x"]):
+        done = program.run(*args, env=environment(LANEWAY_CACHE_DIR="~nosuchuser/x"))
+        assert (done.returncode, done.stdout, len(lines(done.stderr))) == (1, b"", 1)

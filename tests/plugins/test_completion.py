@@ -82,6 +82,13 @@ WRONG: list[tuple[str, Any, str]] = [
     ("messages", [{"role": 1, "content": "x"}], "role of a message must be a str"),
     ("messages", [{"role": "", "content": "x"}], "role of a message must not be empty"),
     ("messages", [{"role": "user", "content": "x", "name": "y"}], "nothing else such as 'name'"),
+    ("messages", "ab\ud800", r"the prompt is not valid: character 3 is a lone surrogate \(U\+D800\)"),
+    (
+        "messages",
+        [{"role": "user", "content": "x"}, {"role": "user", "content": "a\udcff"}],
+        r"the content of message 2 is not valid: character 2 is a lone surrogate \(U\+DCFF\)",
+    ),
+    ("messages", [{"role": "\udcff", "content": "x"}], "the role of message 1 is not valid"),
     ("max_tokens", 0, "from 1 to"),
     ("max_tokens", -1, "from 1 to"),
     ("max_tokens", 1.5, "an integer"),

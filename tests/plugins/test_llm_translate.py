@@ -63,6 +63,8 @@ def forms() -> Iterator[list[Any]]:
     [
         ({"texts": 5}, "texts: must be a str or a list"),
         ({"texts": ["a", 5]}, "texts: item 1 must be a str"),
+        ({"texts": "\ud800"}, "texts: the text is not valid: character 1 is a lone surrogate"),
+        ({"texts": ["a", "b\udcff"]}, "texts: item 1 is not valid: character 2 is a lone surrogate"),
         ({"texts": {"a": "b"}}, "texts: must be a str or a list"),
         ({"target": "English"}, "target: a language is given by its code: 'en'"),
         ({"target": None}, "target: a language is a code"),
