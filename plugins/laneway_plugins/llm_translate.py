@@ -48,6 +48,8 @@ from laneway_plugins._language_detection import detect_language
 from laneway_plugins._languages import Language as Language
 from laneway_plugins._languages import find_language
 from laneway_plugins._loops import LoopWatch, longest_translation
+from laneway_plugins._nmt_signs import peel
+from laneway_plugins._nmt_text import has_letters
 from laneway_plugins._thoughts import MARKERS, THOUGHT_TOKENS, SpelledOut, WithoutThought, opened_by, thinks
 from laneway_plugins._translation_forms import PromptForm as PromptForm
 from laneway_plugins._translation_forms import Wanted as Wanted
@@ -60,7 +62,7 @@ from laneway_plugins.completion import CompletionFields, CompletionRequest, Job,
 NO_THINKING = {"enable_thinking": False, "thinking": False}
 """What templates are told: most ask for the first name, DeepSeek's for the second, and others know neither."""
 
-_EDGES = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
+_EDGES = re.compile(r"([\s\ufeff]*)(.*?)([\s\ufeff]*)", re.DOTALL)
 
 
 class TranslateFields(CompletionFields, total=False):
@@ -84,6 +86,13 @@ def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     return texts
 
 
+def _checked_context(context: str | None) -> str | None:
+    wrong = surrogate_in(context) if isinstance(context, str) else None
+    if wrong is not None:
+        raise InvalidRequestError(f"it is not valid: {wrong}", "context")
+    return context
+
+
 def _check_text(what: str, text: str) -> None:
     wrong = surrogate_in(text)
     if wrong is not None:
@@ -94,7 +103,8 @@ def _check_text(what: str, text: str) -> None:
 class TranslateRequest:
     """Text, and how to translate it.  Raises :class:`InvalidRequestError` when made with anything wrong.
 
-    ``texts`` is one text or a list; a blank one is its own translation, and white space at the ends of one stays.
+    ``texts`` is one text or a list; one without a letter is its own translation.  White space at the ends of one
+    stays, and so do list marks and emoji at the ends of a single line.
     ``source`` and ``target`` are ISO 639-1 or 639-3 codes, with a script or region if need be (``zh-Hant``); a source
     of None is detected.  ``context`` tells the model what the text is about.  ``form`` is a :class:`PromptForm` or the
     name of one; None chooses by the model.  The other fields are those of :class:`CompletionRequest`, but that the
@@ -131,7 +141,7 @@ class TranslateRequest:
             _texts(texts),
             find_language(target, "target"),
             None if source is None else find_language(source, "source"),
-            context,
+            _checked_context(context),
             named_form(form) if isinstance(form, str) else form,
             given,
         )
@@ -353,10 +363,15 @@ def _end_of(model: Model, prompt: list[int], markers: Mapping[int, str]) -> str:
 
 
 def _split(text: str) -> tuple[str, str, str]:
+    """What stands before what is translated, that, and what stands behind it."""
     match = _EDGES.fullmatch(text)
     assert match is not None
     before, core, after = match.groups()
-    return before, core, after
+    if "\n" not in core:
+        # A line of a list, say: models drop its mark, or write one of their own.
+        signs_before, core, signs_after = peel(core, begins_line=True)
+        before, after = before + signs_before, signs_after + after
+    return (before, core, after) if has_letters(core) else (text, "", "")
 
 
 async def _job(model: Model, request: TranslateRequest, form: PromptForm, wanted: Wanted, index: int) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import laneway
-from laneway._cli import _signals
+from laneway._cli import _cache, _signals
 from tests.cli.real_program import RealProgram, environment, lines, read_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="terminals, signals and pipes as POSIX has them")
@@ -75,6 +76,44 @@ def test_plugins_on_a_terminal_are_harmless(program: RealProgram) -> None:
     assert status == 0
     assert b"\x1b]" not in shown
     assert shown.count(b"\\x1b]52;c;Z2l0\\x07[red]") >= 2
+
+
+def test_a_bug_on_a_terminal_is_harmless(program: RealProgram) -> None:
+    program.site.plugin(
+        "failing",
+        f"""
+        import click, laneway
+
+        @click.command()
+        def fail():
+            "Fail."
+            raise RuntimeError({CLIPBOARD!r})
+
+        @laneway.hookimpl
+        def laneway_plugin():
+            return laneway.PluginSpec(name="failing", commands=[fail])
+        """,
+    )
+    shown, status = program.on_terminal("fail")
+    assert status == 1
+    assert b"Traceback (most recent call last):" in shown
+    assert b"RuntimeError: copy" not in shown
+    assert b"RuntimeError: \\x1b]52;c;Z2l0\\x07" in shown
+    assert b"\x1b" not in shown
+
+
+def test_a_table_of_caches_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    class Entry:
+        key, model, tokens, bytes, age, damage = f"chats/{CLIPBOARD}\n", f"m{CLIPBOARD}", 5, 7, 1.0, None
+
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert _cache._row(Entry())[:2] == ("chats/\\x1b]52;c;Z2l0\\x07\\x0a", "m\\x1b]52;c;Z2l0\\x07")  # type: ignore[arg-type]
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert _cache._row(Entry())[0] == Entry.key  # type: ignore[arg-type]
 
 
 # Encodings.
@@ -171,6 +210,7 @@ def test_standard_input_that_is_closed_is_one_line(program: RealProgram) -> None
     assert (done.returncode, done.stdout.decode(), done.stderr) == (0, "é 你 🙂\n", b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
 def test_without_standard_error_the_status_still_tells(program: RealProgram, redirection: str) -> None:
     done = program.with_redirections(redirection, "run", "/no/such/model.gguf", "x")

@@ -70,6 +70,7 @@ def forms() -> Iterator[list[Any]]:
         ({"target": None}, "target: a language is a code"),
         ({"source": "xx"}, "source: 'xx' is no ISO"),
         ({"context": 5}, "context: must be str"),
+        ({"context": "a\udcff"}, "context: it is not valid: character 2 is a lone surrogate"),
         ({"form": "nope"}, "form: there is no prompt form 'nope'; there are: tower"),
         ({"form": 5}, "form: must be a PromptForm"),
         ({"temperature": -1}, "temperature: must be a number"),
@@ -114,6 +115,13 @@ async def test_a_list_gives_as_many_in_order(autojump_clock: MockClock) -> None:
         assert (result.source, result.target) == (find_language("de", ""), find_language("en", ""))
         assert at.decoder.statistics().max_used == 2
         at.assert_idle()
+
+
+async def test_signs_at_the_edges_of_a_line_stay(autojump_clock: MockClock) -> None:
+    texts = ["- Guten Morgen", "1. Guten Morgen 🙂", "\ufeff# Guten Morgen\r\n", "12.5", "🙂", "- \n"]
+    wanted = ["- Good morning", "1. Good morning 🙂", "\ufeff# Good morning\r\n", "12.5", "🙂", "- \n"]
+    async with scripted(2, script=SCRIPT) as at:
+        assert await llm_translate.translate(at.model, texts, source="de", target="en") == wanted
 
 
 async def test_S1_a_stream_joined_is_the_result(autojump_clock: MockClock) -> None:
@@ -289,8 +297,10 @@ async def test_a_source_that_cannot_be_told_is_a_typed_error(
             await llm_translate.translate(at.model, "Hm", target="en")
         assert isinstance(caught.value, TranslationError)
         assert caught.value.candidates == ranked
+        # Nothing of it is translated, so no language is needed.
+        assert await llm_translate.translate(at.model, "😀 12", target="en") == "😀 12"
         with pytest.raises(UndeterminedLanguageError, match="nothing to tell"):
-            await llm_translate.translate(at.model, "😀 12", target="en")
+            detect_language(["😀 12"])
         assert at.decoder.statistics().steps == 0
 
 

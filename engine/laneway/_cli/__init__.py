@@ -138,6 +138,12 @@ class LanewayGroup(click.Group):
             except (click.ClickException, click.Abort, OSError) as error:
                 # An OSError comes of what prints the help or the version; those of commands were reported.
                 status = report(error, debug=debug)
+            except Exception as error:
+                if not is_terminal(sys.stderr):
+                    raise
+                # The interpreter would print what the error quotes as it is.
+                _traceback(error, debug=True)
+                status = 1
             status = _flushed(debug) or status
         sys.exit(status or 0)
 
