@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from laneway_plugins._nmt_signs import is_chinese, is_unspaced, peel
+from laneway_plugins._signs import has_letters, is_chinese, is_unspaced, peel
 
 _LINE_BREAK = re.compile(r"(\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029])")
 _EDGES = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
@@ -104,11 +104,6 @@ def _split_core(parts: list[Part], core: str, segment: Callable[[str], Sequence[
 def _keep(parts: list[Part], text: str) -> None:
     if text:
         parts.append(Verbatim(text))
-
-
-def has_letters(text: str) -> bool:
-    """Whether there is anything to translate: digits, signs and emoji say the same in every language."""
-    return any(character.isalpha() for character in text)
 
 
 def gap_between(before: str, gap: str, after: str, *, spaced: bool) -> str:

@@ -48,8 +48,7 @@ from laneway_plugins._language_detection import detect_language
 from laneway_plugins._languages import Language as Language
 from laneway_plugins._languages import find_language
 from laneway_plugins._loops import LoopWatch, longest_translation
-from laneway_plugins._nmt_signs import peel
-from laneway_plugins._nmt_text import has_letters
+from laneway_plugins._signs import has_letters, peel
 from laneway_plugins._thoughts import MARKERS, THOUGHT_TOKENS, SpelledOut, WithoutThought, opened_by, thinks
 from laneway_plugins._translation_forms import PromptForm as PromptForm
 from laneway_plugins._translation_forms import Wanted as Wanted

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from laneway import InvalidRequestError
 from laneway_plugins._languages import find_language, known_languages
 from laneway_plugins._nmt_pieces import SentencePieces, Words, growing_text, join_sentence_pieces
-from laneway_plugins._nmt_signs import peel
 from laneway_plugins._nmt_text import Assembly, Gap, Sentence, Verbatim, gap_between, split_pieces, split_text
+from laneway_plugins._signs import peel
 
 
 def by_full_stop(line: str) -> list[str]:

@@ -45,6 +45,11 @@ _CHINESE = re.compile(
 )
 
 
+def has_letters(text: str) -> bool:
+    """Whether there is anything to translate: digits, signs and emoji say the same in every language."""
+    return any(character.isalpha() for character in text)
+
+
 def peel(sentence: str, *, begins_line: bool) -> tuple[str, str, str]:
     """``sentence`` cut into signs before it, what is translated, and signs behind it; joined, they are the sentence.
 
