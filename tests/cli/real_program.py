@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import attrs
 
@@ -20,7 +20,7 @@ MODEL = """
 
     WORDS = ScriptedTokenizer()
     SCRIPT = {{tuple(WORDS.tokenize(prompt, special=True)): answer for prompt, answer in {script!r}.items()}}
-    plugin = ScriptedLoader(script=SCRIPT, seconds_per_step={seconds!r}).plugin
+    plugin = ScriptedLoader(script=SCRIPT, seconds_per_step={seconds!r}, context_size=4096).plugin
 """
 
 
@@ -63,11 +63,12 @@ class RealProgram:
             command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=120, env=environment()
         )
 
-    def on_terminal(self, *args: str, **variables: str) -> tuple[bytes, int]:
+    def on_terminal(self, *args: str, stdin: IO[bytes] | None = None, **variables: str) -> tuple[bytes, int]:
         """What a terminal is shown, standard error included, and the status."""
         ours, theirs = pty.openpty()
         settings = environment(TERM="xterm", COLUMNS="100", LINES="30", **variables)
-        with subprocess.Popen(self.command(*args), stdin=theirs, stdout=theirs, stderr=theirs, env=settings) as process:
+        source = theirs if stdin is None else stdin
+        with subprocess.Popen(self.command(*args), stdin=source, stdout=theirs, stderr=theirs, env=settings) as process:
             os.close(theirs)
             shown = read_all(ours)
         os.close(ours)

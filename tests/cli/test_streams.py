@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -13,9 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import rich.console
 
 import laneway
-from laneway._cli import _cache, _signals
+from laneway import _cli
+from laneway._cli import _cache, _demo, _pull, _signals
+from laneway._download import PullProgress
+from laneway_plugins import _finetune_command
 from tests.cli.real_program import RealProgram, environment, lines, read_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="terminals, signals and pipes as POSIX has them")
@@ -102,11 +107,68 @@ def test_a_bug_on_a_terminal_is_harmless(program: RealProgram) -> None:
     assert b"\x1b" not in shown
 
 
-def test_a_table_of_caches_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def drawn() -> tuple[rich.console.Console, io.StringIO]:
+    """A console without colours that is a terminal, and what it is given."""
+    screen = io.StringIO()
+    return rich.console.Console(file=screen, force_terminal=True, width=100, height=30, color_system=None), screen
+
+
+@pytest.mark.parametrize("where", ["file", "standard input"])
+def test_a_translation_on_a_terminal_is_harmless(tmp_path: Path, where: str) -> None:
+    order = "Translate from German into English. Answer with the translation and nothing else."
+    answer = f"[red]one[/red] {CLIPBOARD} :smile:"
+    program = RealProgram.make(tmp_path, {CHAT.format(f"{order}\n\neins"): answer})
+    path = tmp_path / f"e{CLIPBOARD[:4]}ns"
+    path.write_text("eins\r\n")
+    args = ["translate", "scripted:m", "--from", "de", "--to", "en"]
+    if where == "file":
+        shown, status = program.on_terminal(*args, str(path))
+    else:
+        with path.open("rb") as file:
+            shown, status = program.on_terminal(*args, stdin=file)
+    assert status == 0
+    assert b"[red]one[/red] \\x1b]52;c;Z2l0\\x07 :smile:\r\n" in shown
+    assert b"\x1b]" not in shown
+    assert b"\\x0d" not in shown
+
+
+def test_what_is_logged_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = logging.LogRecord("laneway.llama", logging.WARNING, "", 1, "named %s", (CLIPBOARD,), None)
+    for stream, line in ((Terminal(), "named \\x1b]52;c;Z2l0\\x07\n"), (io.StringIO(), f"named {CLIPBOARD}\n")):
+        monkeypatch.setattr("sys.stderr", stream)
+        _cli._StandardError().emit(record)
+        assert stream.getvalue() == f"laneway: warning: {line}"
+
+
+def test_the_demo_on_a_terminal_is_harmless() -> None:
+    console, screen = drawn()
+    picture = _demo.Picture(console)
+    picture.begin([_demo.Chat(f"chat-{number}", "ask", text=CLIPBOARD, status=CLIPBOARD) for number in range(4)])
+    picture.happened(1.0, f"an error: {CLIPBOARD}")
+    console.print(picture.draw())
+    assert "an error: \\x1b]52;c;Z2l0\\x07" in screen.getvalue()
+    assert "\x1b]" not in screen.getvalue()
+    assert "\x07" not in screen.getvalue()
+
+
+def test_names_beside_a_bar_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, screen = drawn()
+    with _pull._bar(f"model{CLIPBOARD}", console) as show:
+        show(PullProgress(stage="fetching", done=1, total=2, part=1, parts=1))
+    monkeypatch.setattr(rich.console, "Console", lambda **options: console)
+    with _finetune_command._shown(f"adapter{CLIPBOARD}"):
+        pass
+    assert "fetching model\\x1b]52" in screen.getvalue()
+    assert "adapter\\x1b]52" in screen.getvalue()
+    assert "\x1b]" not in screen.getvalue()
+
+
+def test_a_table_of_caches_on_a_terminal_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
         key, model, tokens, bytes, age, damage = f"chats/{CLIPBOARD}\n", f"m{CLIPBOARD}", 5, 7, 1.0, None
 
