@@ -54,7 +54,15 @@ PURE_STANDARD_LIBRARY = {
     "zlib",
 }
 
-PUBLIC = {"laneway", "laneway.decoder", "laneway.hookspecs", "laneway.testing", "laneway.validators"}
+PUBLIC = {
+    "laneway",
+    "laneway.decoder",
+    "laneway.hookspecs",
+    "laneway.terminal",
+    "laneway.testing",
+    "laneway.threads",
+    "laneway.validators",
+}
 """What a plugin, ours or anybody's, may import of the engine."""
 
 

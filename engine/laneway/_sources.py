@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import platformdirs
 
-from laneway._errors import ModelLoadError
+from laneway._errors import InvalidRequestError, ModelLoadError
 
 
 @attrs.frozen
@@ -109,9 +109,18 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}")
 
 
 def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Laneway's directory for what can be fetched again: the one given, else ``LANEWAY_CACHE_DIR``, else the user's."""
+    """Laneway's directory for what can be fetched again: the one given, else ``LANEWAY_CACHE_DIR``, else the user's.
+
+    Raises :class:`InvalidRequestError` for a ``~name`` of no user.
+    """
     named = os.fspath(cache_dir) if cache_dir is not None else os.environ.get("LANEWAY_CACHE_DIR")
-    return Path(named).expanduser() if named else platformdirs.user_cache_path("laneway", appauthor=False)
+    if not named:
+        return platformdirs.user_cache_path("laneway", appauthor=False)
+    try:
+        return Path(named).expanduser()
+    except RuntimeError:
+        field = "LANEWAY_CACHE_DIR" if cache_dir is None else "cache_dir"
+        raise InvalidRequestError(f"{named!r} names the home directory of a user that there is not", field) from None
 
 
 def models_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -15,6 +15,7 @@ import click
 import trio
 
 from laneway import open_engine
+from laneway.terminal import echo, harmless
 
 if TYPE_CHECKING:
     from laneway_plugins.finetune import FinetuneProgress, FinetuneRequest, FinetuneResult, Training
@@ -46,7 +47,7 @@ def _share_or_file(text: str) -> float | Path:
     metavar="SHARE|FILE",
     help="What to measure with: a share of the data, such as 0.1, or a file.",
 )
-@click.option("--format", type=click.Choice(["auto", "text", "chat"]), help="Of DATA (default: by its name).")
+@click.option("--format", type=click.Choice(["auto", "text", "chat"]), help="Of DATA (default: by its content).")
 @click.option("--truncate", is_flag=True, default=None, help="Cut chats that are too long instead of refusing them.")
 @click.option("--rank", type=int, help="Of the adapter (default: 16).")
 @click.option("--alpha", type=float, help="The adapter is scaled by alpha / rank (default: twice the rank).")
@@ -83,8 +84,9 @@ def finetune(
 ) -> None:
     """Train a LoRA adapter for MODEL on DATA.
 
-    DATA is plain text, or chats, one a line: {"messages": [{"role": ..., "content": ...}, ...]}.  Of chats the
-    assistant's words are learned.  Ctrl-C pauses: the checkpoint is kept, and --resume goes on.
+    DATA is plain text, or chats, one a line or in a JSON array: {"messages": [{"role": ..., "content": ...}, ...]}, or
+    the forms of Alpaca and ShareGPT.  Of chats the assistant's words are learned.  Ctrl-C pauses: the checkpoint is
+    kept, and --resume goes on.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if data is not None:
@@ -155,7 +157,7 @@ async def _pause(interrupts: AsyncIterator[int], training: Training) -> None:
             count += 1
             if count > 1:
                 raise KeyboardInterrupt
-            click.echo("pausing after the step under way; Ctrl-C again leaves at once", err=True)
+            echo("pausing after the step under way; Ctrl-C again leaves at once", err=True)
             nursery.start_soon(training.pause)
 
 
@@ -182,7 +184,7 @@ def _shown(name: str) -> Iterator[Callable[[FinetuneProgress], None]]:
         rich.progress.TextColumn("{task.fields[left]}", markup=False, table_column=column()),
     )
     with rich.progress.Progress(*columns, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task(name, total=None, figures="loading", left="")
+        task = bar.add_task(harmless(name, one_line=True), total=None, figures="loading", left="")
 
         def report(progress: FinetuneProgress) -> None:
             left = "" if progress.seconds_left is None else f"{_time(progress.seconds_left)} left"
@@ -201,7 +203,7 @@ def _lines() -> Callable[[FinetuneProgress], None]:
         part = progress.done * LINES // max(1, progress.total)
         if part != shown:
             shown = part
-            click.echo(f"step {progress.done}/{progress.total}  {_figures(progress)}", err=True)
+            echo(f"step {progress.done}/{progress.total}  {_figures(progress)}", err=True)
 
     return report
 
@@ -248,16 +250,16 @@ def _show_result(result: FinetuneResult, model: str, plot: Path | None) -> None:
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     picture = plot_text(result.curve, width=min(100, rich.console.Console().width), ascii_only=encoding != "utf8")
     if picture:
-        click.echo(picture)
+        echo(picture)
     losses = [f"loss {result.loss:.4f}"] if result.loss is not None else []
     if result.validation_loss is not None:
         losses.append(f"validation {result.validation_loss:.4f}")
     how_far = ", ".join([f"step {result.step} of {result.steps}", *losses, _time(result.seconds)])
     if result.state == "completed":
-        click.echo(f"{result.output} ({how_far})")
+        echo(f"{result.output} ({how_far})")
     else:
         again = shlex.join(["laneway", "finetune", model, "--output", str(result.output), "--resume"])
-        click.echo(f"paused ({how_far}); go on with: {again}", err=True)
+        echo(f"paused ({how_far}); go on with: {again}", err=True)
     if plot is not None:
         # Last, for it may fail, and the adapter is there all the same.
         _plot(result, plot)
@@ -269,6 +271,6 @@ def _plot(result: FinetuneResult, plot: Path) -> None:
     try:
         picture = plot_svg(result.curve, title=result.output.name)
     except ValueError as error:
-        click.echo(f"no {plot}: {error}", err=True)
+        echo(f"no {plot}: {error}", err=True)
     else:
         plot.write_text(picture, encoding="utf-8")

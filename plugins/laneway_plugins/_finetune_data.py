@@ -1,4 +1,4 @@
-"""What a model is trained on: lines of a file to chats, chats to texts with the assistant's part marked, tokens to
+"""What a model is trained on: values of a file to chats, chats to texts with the assistant's part marked, tokens to
 windows.  Pure.
 
 Where the assistant's words are in a rendered chat is found by rendering the chat twice for each of its answers: up to
@@ -17,12 +17,14 @@ from typing import Any
 import attrs
 
 from laneway import InvalidRequestError
+from laneway_plugins._finetune_formats import SHAPES, chat_of, read_entries
 from laneway_plugins._messages import Message, to_messages
+from laneway_plugins._templates import Rendered
 
 SHOWN_FAULTS = 5
 """How many wrong lines an error tells of."""
 
-Render = Callable[[Sequence[Message], bool], str]
+Render = Callable[[Sequence[Message], bool], Rendered]
 """A chat's text; the second argument: up to where the assistant's answer begins."""
 
 
@@ -55,40 +57,43 @@ class Loss:
 
 @attrs.frozen
 class Chat:
-    """A chat, and the line that it stands on."""
+    """A chat, and the line that it stands on, or the number of its entry in an array."""
 
     line: int
     messages: tuple[Message, ...]
+    unit: str = "line"
 
 
 @attrs.frozen
 class Marked:
     """A rendered chat with the places, in characters, that the assistant has written."""
 
-    text: str
+    rendered: Rendered
     spans: tuple[tuple[int, int], ...]
 
 
 class Faults:
-    """What is wrong with which line of a file."""
+    """What is wrong with which line or entry of a file."""
 
-    def __init__(self, name: str, lines: int) -> None:
+    def __init__(self, name: str, lines: int, unit: str = "line") -> None:
         self._name = name
         self._lines = lines
+        self._unit = unit
+        self._units = "entries" if unit == "entry" else f"{unit}s"
         self._found: list[str] = []
 
     def add(self, line: int, what: str) -> None:
-        """Note a wrong line."""
-        self._found.append(f"line {line}: {what}")
+        """Note a wrong one."""
+        self._found.append(f"{self._unit} {line}: {what}")
 
-    def check(self) -> None:
-        """Raise :class:`InvalidRequestError` if there was one."""
+    def check(self, advice: str = "") -> None:
+        """Raise :class:`InvalidRequestError`, with ``advice`` at its end, if there was one."""
         if self._found:
             count = len(self._found)
             some = "; ".join(self._found[:SHOWN_FAULTS])
-            more = f"; and {count - SHOWN_FAULTS} more lines" if count > SHOWN_FAULTS else ""
-            of = f" ({count} of {self._lines} lines are wrong)" if count > 1 else ""
-            raise InvalidRequestError(f"{self._name}: {some}{more}{of}", "dataset")
+            more = f"; and {count - SHOWN_FAULTS} more {self._units}" if count > SHOWN_FAULTS else ""
+            of = f" ({count} of {self._lines} {self._units} are wrong)" if count > 1 else ""
+            raise InvalidRequestError(f"{self._name}: {some}{more}{of}" + (f"; {advice}" if advice else ""), "dataset")
 
 
 def decode(data: bytes, name: str) -> str:
@@ -103,41 +108,30 @@ def decode(data: bytes, name: str) -> str:
 
 
 def parse_chats(text: str, name: str) -> list[Chat]:
-    """The chats of a JSONL text: ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
+    """The chats of a file, in any form of :mod:`laneway_plugins._finetune_formats`.
 
     Blank lines are passed over, and so is what comes after a chat's last answer.  Raises :class:`InvalidRequestError`
-    that names the wrong lines.
+    that names the wrong lines, or the wrong entries of an array.
     """
-    # Not splitlines(): a JSON string may hold characters that it takes for the end of a line.
-    lines = text.split("\n")
-    faults = Faults(name, sum(not line.isspace() and bool(line) for line in lines))
+    try:
+        found = read_entries(text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name}: {error.reason}; {SHAPES}", "dataset") from None
+    faults = Faults(name, len(found.values), found.unit)
     chats = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                chats.append(Chat(number, _parse_chat(line)))
-            except InvalidRequestError as error:
-                faults.add(number, error.reason)
-    faults.check()
+    for number, value in found.values:
+        try:
+            chats.append(Chat(number, _parse_chat(value), found.unit))
+        except InvalidRequestError as error:
+            faults.add(number, error.reason)
+    faults.check("" if chats else SHAPES)
     if not chats:
         raise InvalidRequestError(f"{name}: there is no chat in it", "dataset")
     return chats
 
 
-def _parse_chat(line: str) -> tuple[Message, ...]:
-    try:
-        value: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise InvalidRequestError(f"no JSON: {reason}") from None
-    if not isinstance(value, dict) or "messages" not in value:
-        raise InvalidRequestError('not an object {"messages": [...]}')
-    others = sorted(value.keys() - {"messages"})
-    if others:
-        raise InvalidRequestError(f"a chat has messages, and nothing else such as {others[0]!r}")
-    if not isinstance(value["messages"], list):
-        raise InvalidRequestError("messages must be a list")
-    messages = to_messages(value["messages"])
+def _parse_chat(value: Any) -> tuple[Message, ...]:
+    messages = to_messages(chat_of(value))
     assert not isinstance(messages, str)
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not answers:
@@ -163,32 +157,70 @@ def mark(render: Render, messages: Sequence[Message]) -> list[Marked]:
         if message.role == "assistant":
             before = render(messages[:index], True)
             after = whole if index == len(messages) - 1 else render(messages[: index + 1], False)
-            if not after.startswith(before) or len(after) == len(before):
+            if not after.text.startswith(before.text) or len(after.text) == len(before.text):
                 raise InvalidRequestError(
                     f"the model's chat template writes message {index + 1} in such a way that the assistant's words "
                     "cannot be told from what is before them: a chat with the answer does not begin like the one that "
                     "asks for it; train on plain text in the form that the model wants",
                 )
-            in_one = in_one and whole.startswith(after) and behind <= len(before)
-            behind = len(after)
-            answers.append((after, (len(before), len(after))))
+            in_one = in_one and whole.text.startswith(after.text) and behind <= len(before.text)
+            behind = len(after.text)
+            answers.append((after, (len(before.text), len(after.text))))
     if in_one:
         return [Marked(whole, tuple(span for _, span in answers))]
-    return [Marked(text, (span,)) for text, span in answers]
+    return [Marked(rendered, (span,)) for rendered, span in answers]
 
 
-def pieces(marked: Marked) -> list[tuple[str, bool]]:
+def pieces(marked: Marked) -> list[tuple[Rendered, bool]]:
     """The text cut at the borders of its spans, each piece with whether it is the assistant's."""
-    cut: list[tuple[str, bool]] = []
+    cut: list[tuple[Rendered, bool]] = []
     at = 0
     for start, end in marked.spans:
         if start > at:
-            cut.append((marked.text[at:start], False))
-        cut.append((marked.text[start:end], True))
+            cut.append((marked.rendered.cut(at, start), False))
+        cut.append((marked.rendered.cut(start, end), True))
         at = end
-    if at < len(marked.text):
-        cut.append((marked.text[at:], False))
+    if at < len(marked.rendered.text):
+        cut.append((marked.rendered.cut(at, len(marked.rendered.text)), False))
     return cut
+
+
+Parts = Sequence[tuple[Sequence[int], bool]]
+"""Tokens of a chat, piece by piece, each with whether it is the assistant's."""
+
+
+def ending_at(tokens: Sequence[int], ends: frozenset[int], is_blank: Callable[[int], bool]) -> list[int]:
+    """The first end token of ``tokens`` and what is before it, if that is white space; else nothing."""
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return list(tokens[: index + 1])
+        if not is_blank(token):
+            break
+    return []
+
+
+def close_answers(
+    parts: Parts, ends: frozenset[int], closing: Sequence[int], is_blank: Callable[[int], bool]
+) -> tuple[list[tuple[list[int], bool]], int]:
+    """Give each answer that has no end token the one that follows it.  Returns the parts, and how many have none.
+
+    In some templates nothing but the marker of the next turn ends an answer.  There the model has to learn to write
+    that marker.  ``closing`` is what the template would write behind a last answer, up to its end token.
+    """
+    closed = [(list(tokens), answer) for tokens, answer in parts if tokens]
+    unclosed = 0
+    for index, (tokens, answer) in enumerate(closed):
+        if not answer or not ends.isdisjoint(tokens):
+            continue
+        if index == len(closed) - 1:
+            ending = list(closing)
+        else:
+            following, is_answer = closed[index + 1]
+            ending = [] if is_answer else ending_at(following, ends, is_blank)
+            del following[: len(ending)]
+        tokens += ending
+        unclosed += not ending
+    return closed, unclosed
 
 
 def masked(parts: Iterable[tuple[Sequence[int], bool]], ends: frozenset[int]) -> tuple[array[int], bytes]:

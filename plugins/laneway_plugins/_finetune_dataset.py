@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from array import array
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,11 @@ from laneway_plugins._finetune_data import (
     Example,
     Faults,
     Marked,
+    Parts,
     Render,
+    close_answers,
     decode,
+    ending_at,
     mark,
     masked,
     parse_chats,
@@ -26,11 +29,15 @@ from laneway_plugins._finetune_data import (
     split,
     windows,
 )
+from laneway_plugins._finetune_formats import looks_like_chats
 from laneway_plugins._messages import Message
-from laneway_plugins._prompts import new_template_of, text_to_tokens
+from laneway_plugins._prompts import rendered_to_tokens, template_of, text_to_tokens
+from laneway_plugins._templates import Rendered
+
+log = logging.getLogger("laneway.finetune")
 
 Format = Literal["auto", "text", "chat"]
-"""Of a data file; ``auto``: chats if its name ends in ``.jsonl``, else text."""
+"""Of a data file; ``auto``: chats if it is JSON, by its content or its name, else text."""
 
 OffLoop = Callable[..., Awaitable[Any]]
 """Runs a function that blocks, with its arguments, beside the event loop."""
@@ -83,7 +90,10 @@ class Reader:
             raise InvalidRequestError(f"{path}: {error.strerror or error}", field) from error
         try:
             text: str = await self.off_loop(decode, data, path.name)
-            if self.format == "chat" or (self.format == "auto" and path.suffix == ".jsonl"):
+            chats = self.format == "chat"
+            if self.format == "auto":
+                chats = await self.off_loop(looks_like_chats, text, path.suffix)
+            if chats:
                 return await self._chats(await self.off_loop(parse_chats, text, path.name), path.name)
             return await self._text(text, path.name)
         except InvalidRequestError as error:
@@ -101,13 +111,15 @@ class Reader:
                 f"{name}: model {self.model.name!r} has no chat template, so it cannot be trained on chats; "
                 "train it on plain text"
             )
-        template = new_template_of(self.model)
+        of_model = await template_of(self.model)
 
-        def render(messages: Sequence[Message], asking: bool) -> str:
-            return template.render(messages, generation_prompt=asking)
+        def render(messages: Sequence[Message], asking: bool) -> Rendered:
+            return of_model.template.render(messages, generation_prompt=asking)
 
-        faults = Faults(name, len(chats))
+        faults = Faults(name, len(chats), chats[0].unit)
+        closing = await self._closing(render, of_model.markers)
         examples = []
+        answers = unclosed = 0
         for start in range(0, len(chats), _CHATS_AT_ONCE):
             some = chats[start : start + _CHATS_AT_ONCE]
             # A template takes a while, and others have work to do meanwhile.
@@ -116,12 +128,49 @@ class Reader:
                     if isinstance(found, InvalidRequestError):
                         raise found
                     for marked in found:
-                        tokens, mask = await self._tokens(marked)
+                        parts, open_ones = close_answers(
+                            await self._tokens(marked, of_model.markers),
+                            self.model.tokenizer.end_tokens,
+                            closing,
+                            self._is_blank,
+                        )
+                        answers += len(marked.spans)
+                        unclosed += open_ones
+                        tokens, mask = masked(parts, self.model.tokenizer.end_tokens)
                         examples.append(self._fit(Example(tokens, mask, chat.line)))
                 except InvalidRequestError as error:
                     faults.add(chat.line, error.reason)
         faults.check()
+        if unclosed:
+            log.warning(
+                "%s: the chat template of model %r writes nothing that ends an answer behind %d of %d answers, so the "
+                "adapter may never learn to end; give max_tokens or stop strings when you use it, or train on plain "
+                "text with the end token in it",
+                name,
+                self.model.name,
+                unclosed,
+                answers,
+            )
         return examples
+
+    async def _closing(self, render: Render, markers: frozenset[int]) -> list[int]:
+        """What the template writes behind an answer when another turn follows, up to the token that ends the answer."""
+        answered = (Message("user", "a"), Message("assistant", "b"))
+        try:
+            short: Rendered = await self.off_loop(render, answered, False)
+            long: Rendered = await self.off_loop(render, (*answered, Message("user", "c")), False)
+        except InvalidRequestError:
+            return []  # such a chat is not for this template
+        if not long.text.startswith(short.text):
+            return []
+        tokens = await rendered_to_tokens(self.model, short, markers)
+        more = await rendered_to_tokens(self.model, long, markers)
+        if more[: len(tokens)] != tokens:
+            return []
+        return ending_at(more[len(tokens) :], self.model.tokenizer.end_tokens, self._is_blank)
+
+    def _is_blank(self, token: int) -> bool:
+        return self.model.tokenizer.piece(token).isspace()
 
     def _fit(self, example: Example) -> Example:
         if len(example.tokens) > self.length:
@@ -139,30 +188,31 @@ class Reader:
             raise InvalidRequestError("the answers make no tokens: there is nothing to learn")
         return example
 
-    async def _tokens(self, marked: Marked) -> tuple[array[int], bytes]:
-        ends = self.model.tokenizer.end_tokens
-        whole = await text_to_tokens(self.model, marked.text)
+    async def _tokens(self, marked: Marked, markers: frozenset[int]) -> Parts:
+        rendered = marked.rendered
+        whole = await rendered_to_tokens(self.model, rendered, markers)
         borders = [0]
         for place in (place for span in marked.spans for place in span):
             # There may be hundreds, and what is tokenised in no time is tokenised without a turn for others.
             await trio.lowlevel.checkpoint()
-            before = whole if place == len(marked.text) else await text_to_tokens(self.model, marked.text[:place])
+            before = whole
+            if place < len(rendered.text):
+                before = await rendered_to_tokens(self.model, rendered.cut(0, place), markers)
             if whole[: len(before)] != before or len(before) < borders[-1]:
                 # A token reaches over the border.  The model will be shown the text before it alone, so this is where
                 # tokens have to end.
-                return masked([(tokens, answer) for tokens, answer in await self._apart(marked)], ends)
+                return await self._apart(marked, markers)
             borders.append(len(before))
         borders.append(len(whole))
-        parts = [(whole[start:end], bool(index % 2)) for index, (start, end) in enumerate(itertools.pairwise(borders))]
-        return masked(parts, ends)
+        return [(whole[start:end], bool(index % 2)) for index, (start, end) in enumerate(itertools.pairwise(borders))]
 
-    async def _apart(self, marked: Marked) -> list[tuple[list[int], bool]]:
+    async def _apart(self, marked: Marked, markers: frozenset[int]) -> list[tuple[list[int], bool]]:
         parts: list[tuple[list[int], bool]] = []
-        for text, answer in pieces(marked):
+        for piece, answer in pieces(marked):
             if parts:
-                tokens = await self.model.tokenize(text, bos=False, special=True)
+                tokens = await self.model.tokenize(piece.text, bos=False, special=piece.special(markers))
             else:
-                tokens = await text_to_tokens(self.model, text)
+                tokens = await rendered_to_tokens(self.model, piece, markers)
             parts.append((tokens, answer))
         return parts
 

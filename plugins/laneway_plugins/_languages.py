@@ -132,7 +132,8 @@ _OLD_CODES = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "mo": "ro", "cmn":
 
 _CODE = re.compile(r"(?P<base>[a-z]{2,3})(?:[-_](?P<script>[a-z]{4}))?(?:[-_](?P<region>[a-z]{2}|[0-9]{3}))?", re.I)
 
-_NO_SPACES = frozenset({"zh", "ja", "th", "lo", "km", "my", "bo", "dz", "yue", "wuu", "shn"})
+_UNSPACED_SENTENCES = frozenset({"zh", "ja", "yue", "wuu"})
+_UNSPACED_WORDS = _UNSPACED_SENTENCES | {"th", "lo", "km", "my", "bo", "dz", "shn"}
 
 
 @attrs.frozen
@@ -150,7 +151,12 @@ class Language:
     @property
     def spaced(self) -> bool:
         """Whether spaces stand between its sentences."""
-        return self.base not in _NO_SPACES
+        return self.base not in _UNSPACED_SENTENCES
+
+    @property
+    def spaced_words(self) -> bool:
+        """Whether spaces stand between its words."""
+        return self.base not in _UNSPACED_WORDS
 
 
 def _read_table() -> tuple[dict[str, str], dict[str, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from laneway import InvalidRequestError
+from laneway_plugins._unicode import surrogate_in
 
 
 def _text(instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -38,6 +39,7 @@ def to_messages(value: object) -> str | tuple[Message, ...]:
     Raises :class:`InvalidRequestError`.
     """
     if isinstance(value, str):
+        _check_text("the prompt", value)
         return value
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
         raise InvalidRequestError(
@@ -46,7 +48,16 @@ def to_messages(value: object) -> str | tuple[Message, ...]:
     messages = tuple(map(_to_message, value))
     if not messages:
         raise InvalidRequestError("a chat needs at least one message", "messages")
+    for number, message in enumerate(messages, 1):
+        _check_text(f"the role of message {number}", message.role)
+        _check_text(f"the content of message {number}", message.content)
     return messages
+
+
+def _check_text(what: str, text: str) -> None:
+    wrong = surrogate_in(text)
+    if wrong is not None:
+        raise InvalidRequestError(f"{what} is not valid: {wrong}", "messages")
 
 
 def _to_message(value: object) -> Message:

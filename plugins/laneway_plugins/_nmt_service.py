@@ -14,8 +14,9 @@ import trio
 from laneway import ModelLoadError
 from laneway_plugins._nmt_package import Pair, PairFiles, read_files
 from laneway_plugins._nmt_pieces import Characters, Pieces, SentencePieces, Words
-from laneway_plugins._nmt_text import Chunk, has_letters, split_pieces
+from laneway_plugins._nmt_text import Chunk, split_pieces
 from laneway_plugins._nmt_worker import MissingExtraError, Worker, need
+from laneway_plugins._signs import has_letters
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,8 @@
 """What of a text is translated and what is kept as it is.  Pure.
 
 A text is cut into lines, a line into sentences, a sentence that is too long into chunks.  What stands between them,
-line breaks, indentation, blank lines, comes back exactly; so does a sentence without a letter in it.
+line breaks, indentation, blank lines, comes back exactly; so does a sentence without a letter in it, and so do the list
+marks and emoji at a sentence's edges.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
+
+from laneway_plugins._signs import has_letters, is_chinese, is_unspaced, peel
 
 _LINE_BREAK = re.compile(r"(\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029])")
 _EDGES = re.compile(r"(\s*)(.*?)(\s*)", re.DOTALL)
@@ -24,7 +27,7 @@ class Verbatim:
 
 @attrs.frozen
 class Gap:
-    """What stands between two sentences of a line: kept, but for the habits of the target language."""
+    """What stands between two sentences of a line: kept, but for the habits of the target language's script."""
 
     text: str
 
@@ -72,6 +75,7 @@ def _split_core(parts: list[Part], core: str, segment: Callable[[str], Sequence[
     if "".join(pieces) != core:
         pieces = [core]
     gap: str | None = None
+    begins_line = True
     for piece in pieces:
         match = _EDGES.fullmatch(piece)
         assert match is not None
@@ -83,7 +87,15 @@ def _split_core(parts: list[Part], core: str, segment: Callable[[str], Sequence[
             parts.append(Gap(gap + before))
         else:
             _keep(parts, before)
-        parts.append(Sentence(sentence) if has_letters(sentence) else Verbatim(sentence))
+        signs_before, inner, signs_after = peel(sentence, begins_line=begins_line)
+        if has_letters(inner):
+            _keep(parts, signs_before)
+            parts.append(Sentence(inner))
+            _keep(parts, signs_after)
+            begins_line = False
+        else:
+            # A number or a mark: what comes is still the beginning of the line.
+            parts.append(Verbatim(sentence))
         gap = after
     if gap:
         _keep(parts, gap)
@@ -94,16 +106,19 @@ def _keep(parts: list[Part], text: str) -> None:
         parts.append(Verbatim(text))
 
 
-def has_letters(text: str) -> bool:
-    """Whether there is anything to translate: digits, signs and emoji say the same in every language."""
-    return any(character.isalpha() for character in text)
+def gap_between(before: str, gap: str, after: str, *, spaced: bool) -> str:
+    """What stands between two texts that were sentences of one line.
 
+    :param before: the last character of the first
+    :param gap: what stood between the two in the source
+    :param after: the first character of the second
+    :param spaced: whether spaces stand between sentences of the target language
 
-def gap_for(gap: str, spaced: bool) -> str:
-    """The gap between two translated sentences; ``spaced``: whether the target language puts spaces there."""
+    The scripts of both count as well as the language: a sentence that the model knows nothing of is kept as it is.
+    """
     if not gap:
-        return " " if spaced else ""
-    return "" if gap == " " and not spaced else gap
+        return " " if spaced and not is_unspaced(before) and not is_unspaced(after) else ""
+    return "" if gap == " " and not spaced and (is_chinese(before) or is_chinese(after)) else gap
 
 
 # Sentences that are too long.
@@ -117,11 +132,14 @@ class Chunk:
     joint: str = ""
 
 
+_FULL_WIDTH_BREAKS = ("，", "；", "：", "、", "。", "！", "？")
 _BREAKS = (",", ";", ":", "—", "–", ")", "，", "；", "：", "、", "،", "؛", ".", "!", "?", "。")
 
 
 def split_pieces(pieces: Sequence[str], longest: int, starts_word: Callable[[str], bool], spaced: bool) -> list[Chunk]:
     """Cut ``pieces`` into chunks of at most ``longest``, of about one length; none is lost.
+
+    ``spaced``: whether spaces stand between words of the target language.
 
     The cut is made behind a punctuation mark if there is one in the second half of a chunk, else between two words, and
     inside a word only where a word fills a whole chunk.
@@ -133,14 +151,19 @@ def split_pieces(pieces: Sequence[str], longest: int, starts_word: Callable[[str
         wanted = -(-rest // -(-rest // longest))
         end = _cut(pieces, start, start + wanted, start + longest, starts_word)
         chunks.append(Chunk(tuple(pieces[start:end]), joint))
-        joint = " " if spaced and starts_word(pieces[end]) else ""
+        between_words = starts_word(pieces[end]) or is_unspaced(pieces[end][:1])
+        joint = " " if spaced and between_words else ""
         start = end
     chunks.append(Chunk(tuple(pieces[start:]), joint))
     return chunks
 
 
 def _cut(pieces: Sequence[str], start: int, wanted: int, most: int, starts_word: Callable[[str], bool]) -> int:
-    words = [end for end in range(start + 1, most + 1) if starts_word(pieces[end])]
+    words = [
+        end
+        for end in range(start + 1, most + 1)
+        if starts_word(pieces[end]) or pieces[end - 1].endswith(_FULL_WIDTH_BREAKS)
+    ]
     half = (start + most) // 2
     marks = [end for end in words if end > half and pieces[end - 1].endswith(_BREAKS)]
     if marks:
@@ -169,7 +192,9 @@ class Assembly:
     """
 
     def __init__(self, parts: Iterable[Part], *, spaced: bool) -> None:
-        self._row: list[str | _Slot] = []
+        self._row: list[str | Gap | _Slot] = []
+        self._spaced = spaced
+        self._last = ""
         self._slots: list[_Slot] = []
         for part in parts:
             if isinstance(part, Sentence):
@@ -177,7 +202,7 @@ class Assembly:
                 self._slots.append(slot)
                 self._row.append(slot)
             else:
-                self._row.append(gap_for(part.text, spaced) if isinstance(part, Gap) else part.text)
+                self._row.append(part if isinstance(part, Gap) else part.text)
         self._taken: list[str] = []
         self._place = (0, 0, 0)  # in the row, in the slot's chunks, in the chunk's text
 
@@ -205,6 +230,11 @@ class Assembly:
             here = self._row[row]
             if isinstance(here, str):
                 out.append(here)
+            elif isinstance(here, Gap):
+                after = self._first_after(row)
+                if after is None:
+                    break
+                out.append(gap_between(_last_of(out) or self._last, here.text, after, spaced=self._spaced))
             else:
                 chunk, offset, whole = self._take_slot(here, chunk, offset, out)
                 if not whole:
@@ -212,8 +242,24 @@ class Assembly:
             row, chunk, offset = row + 1, 0, 0
         self._place = (row, chunk, offset)
         text = "".join(out)
+        self._last = text[-1:] or self._last
         self._taken.append(text)
         return text
+
+    def _first_after(self, gap: int) -> str | None:
+        """The first character behind a gap; empty if there is none, None while that cannot be told."""
+        for here in self._row[gap + 1 :]:
+            if isinstance(here, _Slot):
+                for text, done in zip(here.texts, here.done, strict=True):
+                    if text:
+                        return text[0]
+                    if not done:
+                        return None
+                if not here.texts:
+                    return None
+            elif isinstance(here, str):
+                return here[0]
+        return ""
 
     @staticmethod
     def _take_slot(slot: _Slot, chunk: int, offset: int, out: list[str]) -> tuple[int, int, bool]:
@@ -238,3 +284,7 @@ class Assembly:
     def complete(self) -> bool:
         """Whether everything has come and was taken."""
         return self._place[0] == len(self._row)
+
+
+def _last_of(texts: Sequence[str]) -> str:
+    return next((text[-1] for text in reversed(texts) if text), "")

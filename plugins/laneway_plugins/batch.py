@@ -92,7 +92,8 @@ class BatchRequest:
             raise InvalidRequestError(
                 f"must be a list of prompts, not {type(prompts).__name__}; for a single one see completion", "prompts"
             )
-        checked = _request("", fields)
+        # A field of a chat template needs a chat to be checked with.
+        checked = _request([Message("user", "")] if fields.get("chat_template_kwargs") else "", fields)
         # As the check has made them of what was given: an iterator of stop strings, say, can be read only once.
         common = {name: getattr(checked, name) for name in fields}
         items = [prompt if isinstance(prompt, BatchItem) else BatchItem(prompt) for prompt in prompts]

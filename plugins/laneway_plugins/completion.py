@@ -38,6 +38,7 @@ from laneway.validators import optional, whole
 from laneway_plugins._messages import Message as Message
 from laneway_plugins._messages import Messages, to_messages
 from laneway_plugins._prompts import to_tokens
+from laneway_plugins._template_variables import NONE, to_variables
 
 MAX_STOP_STRINGS = 16
 """Stop strings that one request may have."""
@@ -61,6 +62,7 @@ class CompletionFields(TypedDict, total=False):
     top_logprobs: int
     grammar: str | None
     kv_cache: str | bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 def _stop_strings(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -97,6 +99,13 @@ def _names_a_conversation(instance: CompletionRequest, attribute: attrs.Attribut
         )
 
 
+def _needs_a_template(instance: CompletionRequest, attribute: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
+    if value and isinstance(instance.messages, str):
+        raise InvalidRequestError(
+            "a raw prompt goes without the model's chat template; give messages as a list", "chat_template_kwargs"
+        )
+
+
 def _needs_logprobs(instance: CompletionRequest, attribute: attrs.Attribute[Any], value: object) -> None:
     if value and instance.logprobs is False:
         raise InvalidRequestError("needs logprobs=True", "top_logprobs")
@@ -112,8 +121,10 @@ class CompletionRequest:
     ``messages`` is a str, taken as it is, or a chat, which the model's own template makes a prompt of.  ``stop`` is one
     string or several that end the answer and are no part of it.  ``max_tokens`` None: until the window is full.
     ``top_logprobs`` needs ``logprobs``.  ``kv_cache`` keeps the model's memory of the conversation on disk, so that the
-    next turn computes what is new and nothing else: a key names the conversation, True finds it by its messages.  For
-    the rest see :class:`laneway.Sampling`, whose defaults hold.
+    next turn computes what is new and nothing else: a key names the conversation, True finds it by its messages.
+    ``chat_template_kwargs`` are more names for the model's template, such as ``{"enable_thinking": False}``, with
+    values like those of JSON; the template says which names it knows.  For the rest see :class:`laneway.Sampling`,
+    whose defaults hold.
     """
 
     messages: str | tuple[Message, ...] = attrs.field(converter=to_messages)
@@ -133,6 +144,9 @@ class CompletionRequest:
     grammar: str | None = attrs.field(default=_DEFAULT.grammar, kw_only=True)
     kv_cache: str | bool | None = attrs.field(
         default=None, kw_only=True, converter=_cache_name, validator=_names_a_conversation
+    )
+    chat_template_kwargs: Mapping[str, Any] = attrs.field(
+        default=NONE, kw_only=True, converter=to_variables, validator=_needs_a_template, hash=False
     )
     sampling: Sampling = attrs.field(init=False, repr=False)
     """The fields that say how tokens are picked, checked."""
@@ -234,7 +248,7 @@ async def prepare_job(model: Model, request: CompletionRequest) -> Job:
 
 
 async def _prepare_job(model: Model, request: CompletionRequest) -> Job:
-    prompt = await to_tokens(model, request.messages)
+    prompt = await to_tokens(model, request.messages, request.chat_template_kwargs)
     model.check_prompt(prompt)
     model.check_sampling(request.sampling)
     return Job(request, prompt)
@@ -253,6 +267,7 @@ async def prepare(model: Model, request: CompletionRequest) -> Prepared:
         plan = await caches.plan(model, key=request.kv_cache)
     else:
         assert not isinstance(request.messages, str), "checked when the request was made"
+        # Without the variables: turns may differ in them.  A kept state is taken only as far as the tokens agree.
         said = [(message.role, message.content) for message in request.messages]
         plan = await caches.plan(model, messages=said)
     return Prepared(keys=plan.keys, gate=plan.gate, payload=attrs.evolve(job, cache=plan))

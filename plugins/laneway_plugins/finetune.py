@@ -185,7 +185,7 @@ class FinetuneRequest:
     validation: float | Path | None = attrs.field(default=None, converter=_validation)
     """What to measure with: a file like the data, or a share of them that is not learned from; None: nothing."""
     format: Format = attrs.field(default="auto", validator=_one_of("auto", "text", "chat"))
-    """Of the data; ``auto``: chats if the name ends in ``.jsonl``, else text."""
+    """Of the data; ``auto``: chats if it is JSON, by its content or its name, else text."""
     truncate: bool = attrs.field(default=False, validator=_flag)
     """Cut the ends of chats that are longer than ``context_length``, instead of refusing them."""
     rank: int = attrs.field(default=16, validator=whole(1, 256))

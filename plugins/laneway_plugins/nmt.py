@@ -51,10 +51,11 @@ from laneway.validators import number, of_type, optional, whole
 from laneway_plugins._languages import find_language
 from laneway_plugins._nmt_package import Pair, canonical_code, find_pairs, is_translation_source
 from laneway_plugins._nmt_pieces import growing_text
-from laneway_plugins._nmt_routes import find_route, languages, unlabelled
+from laneway_plugins._nmt_routes import find_route, languages, same_language, unlabelled
 from laneway_plugins._nmt_service import NmtService, OpenPair, open_pair, share_of_cpus
 from laneway_plugins._nmt_text import Assembly, Chunk, Part, Sentence, split_text
 from laneway_plugins._nmt_worker import Hypothesis, MissingExtraError, Search, import_ctranslate2, need
+from laneway_plugins._unicode import surrogate_in
 
 BEAM_BATCH = 8
 """Chunks that beam search translates at a time: a cancel waits for them."""
@@ -87,6 +88,7 @@ class NmtFields(TypedDict, total=False):
 
 def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     if isinstance(value, str):
+        _check_text("the text", value)
         return value
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"must be a str or a list of them, not {type(value).__name__}", "texts")
@@ -94,7 +96,14 @@ def _texts(value: str | Iterable[str]) -> str | tuple[str, ...]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidRequestError(f"item {index} must be a str, not {type(text).__name__}", "texts")
+        _check_text(f"item {index}", text)
     return texts
+
+
+def _check_text(what: str, text: str) -> None:
+    wrong = surrogate_in(text)
+    if wrong is not None:
+        raise InvalidRequestError(f"{what} is not valid: {wrong}", "texts")
 
 
 @attrs.frozen
@@ -267,7 +276,11 @@ def choose_route(
     if unlabelled(pairs):
         return (0,), (asked_source or pairs[0].source, asked_target or pairs[0].target)
     start = asked_source or _only({pair.source for pair in pairs}, "source")
-    end = asked_target or _only({pair.target for pair in pairs if pair.source == start} or set(), "target")
+    ends = {pair.target for pair in pairs if same_language(start, pair.source)}
+    if asked_target is None and not ends:
+        installed = ", ".join(sorted({pair.source for pair in pairs}))
+        raise TranslationError(f"no installed pair translates from {start!r}; there are pairs from: {installed}")
+    end = asked_target or _only(ends, "target")
     if start == end:
         raise TranslationError(f"source and target are the same language: {start!r}")
     way = find_route(pairs, start, end)
@@ -279,7 +292,7 @@ def choose_route(
 
 def _only(codes: set[str], field: str) -> str:
     if len(codes) != 1:
-        known = ", ".join(sorted(codes)) or "none from this source"
+        known = ", ".join(sorted(codes))
         raise InvalidRequestError(f"must be given: the model has several ({known})", field)
     return next(iter(codes))
 
@@ -393,7 +406,7 @@ class _Translating:
         self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool
     ) -> list[str]:
         """Translate into a language in the middle."""
-        cut = await self._cut(hop, window, texts, first=first, spaced=_spaced(hop.pair.target))
+        cut = await self._cut(hop, window, texts, first=first, target=hop.pair.target)
         made: dict[tuple[int, int], str] = {}
 
         def finished(work: Work, hypotheses: list[Hypothesis]) -> None:
@@ -413,8 +426,7 @@ class _Translating:
 
     async def _finish_with(self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool) -> None:
         """Translate into the target language, and show what comes."""
-        spaced = _spaced(self._job.route[-1])
-        cut = await self._cut(hop, window, texts, first=first, spaced=spaced)
+        cut = await self._cut(hop, window, texts, first=first, target=self._job.route[-1])
         missing = []
         for place, text, chunks in zip(window, texts, cut, strict=True):
             item = self._items[place.item]
@@ -449,8 +461,9 @@ class _Translating:
         await self._run_all(hop, cut, self._search, finished, grown)
 
     async def _cut(
-        self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool, spaced: bool
+        self, hop: OpenPair, window: Sequence[_Place], texts: Sequence[str], *, first: bool, target: str
     ) -> list[list[Chunk] | None]:
+        spaced = _spaced_words(target)
         cut = await self._job.service.aside(lambda: [hop.cut(text, spaced=spaced) for text in texts])
         if first:
             for place, chunks in zip(window, cut, strict=True):
@@ -667,6 +680,14 @@ def _spaced(code: str) -> bool:
         return True
 
 
+@functools.cache
+def _spaced_words(code: str) -> bool:
+    try:
+        return find_language(code, "target").spaced_words
+    except InvalidRequestError:
+        return True
+
+
 # The loader.
 
 
@@ -792,7 +813,10 @@ def _find_all(source: ModelSource, options: NmtOptions) -> list[Pair]:
             told["source"], told["target"] = told.pop("languages")
         pairs = [attrs.evolve(pairs[0], **told)]
     for extra in options.packages:
-        path = Path(extra).expanduser()
+        try:
+            path = Path(extra).expanduser()
+        except RuntimeError as error:  # ~name of a user that there is not
+            raise ModelLoadError(extra, str(error)) from None
         if not path.exists():
             raise ModelLoadError(extra, "there is no such file or directory")
         pairs.extend(find_pairs(path))

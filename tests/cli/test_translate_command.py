@@ -145,7 +145,7 @@ def test_pairs_are_gone_through(packages: Path) -> None:
     assert "no installed pairs lead from 'fr' to 'ja'; there are: fr to en" in result.stderr
 
 
-@pytest.mark.parametrize("option", ["--context", "--parallel"])
+@pytest.mark.parametrize("option", ["--context", "--parallel", "--max-tokens"])
 def test_options_for_the_other_kind_are_refused(packages: Path, option: str) -> None:
     result = translate(str(packages / "en-de.argosmodel"), option, "3", stdin="w1\n")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -156,8 +156,52 @@ def test_a_translation_without_an_end_is_warned_of(tmp_path: Path) -> None:
     nmt_models.need_nmt()
     model = make_model(tmp_path / "endless", end_bias=-100.0)
     result = translate(str(model), stdin="w1\n")
-    assert result.exit_code == 0
-    assert "laneway: warning: a sentence was cut at the longest length" in result.stderr
+    assert result.exit_code == 1
+    assert result.stdout.endswith("\n")
+    assert result.stderr == (
+        "laneway: error: the translation is not whole: the model came to no end of a sentence, which was cut at the "
+        "longest length\n"
+    )
+
+
+@pytest.mark.parametrize("where", ["screen", "file"])
+def test_lines_that_were_cut_are_named_and_the_status_tells(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    script = {
+        **SCRIPT,
+        asked("drei"): "This line is never to end. " * 400,
+        asked("vier"): " ".join(f"{number}." for number in range(3000)),
+        asked("denk"): "<think>I wonder, and I wonder, and no end",
+    }
+    program = Program(monkeypatch, "laneway._cli._translate", script=script, context_size=8192)
+    options = ["-o", str(tmp_path / "out")] if where == "file" else []
+    text = "eins\ndrei\n\nvier\nzwei\ndenk\n"
+    result = program("translate", "scripted:m", "--from", "de", "--to", "en", *options, stdin=text)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "laneway: error: the translation is not whole: 3 lines were cut: 2 (the model repeated itself), "
+        "4 (the model came to no end), 6 (the model thought and gave no answer)\n"
+    )
+    out = (tmp_path / "out").read_text() if where == "file" else result.stdout
+    lines = out.split("\n")
+    assert len(lines) == 7
+    assert (lines[0], lines[2], lines[4], lines[5]) == ("one and more", "", "two", "")
+    assert len(lines[1]) < 300
+    assert lines[3].startswith("0. 1. 2. ")
+    assert "wonder" not in out
+
+
+def test_a_longest_translation_can_be_said(program: Program) -> None:
+    result = program("translate", "scripted:m", "--from", "de", "--to", "en", "-n", "1", stdin="eins\nzwei\n")
+    assert result.exit_code == 1
+    assert "2 lines were cut: 1 (the model came to no end), 2 (the model came to no end)" in result.stderr
+
+
+def test_many_lines_that_were_cut_are_counted(program: Program) -> None:
+    result = program("translate", "scripted:m", "--from", "de", "--to", "en", "-n", "1", stdin="eins\n" * 100)
+    assert "100 lines were cut: 1 (the" in result.stderr
+    assert result.stderr.endswith("10 (the model came to no end) and 90 more\n")
 
 
 # A terminal.

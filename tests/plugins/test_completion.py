@@ -42,7 +42,7 @@ def test_a_request_keeps_what_it_was_made_of_from_later_changes() -> None:
 
 def test_defaults_are_those_of_sampling() -> None:
     assert CompletionRequest("x").sampling == Sampling()
-    own = {"max_tokens", "stop", "kv_cache"}
+    own = {"max_tokens", "stop", "kv_cache", "chat_template_kwargs"}
     names = {field.name for field in attrs.fields(CompletionRequest)} - own - {"messages", "sampling"}
     assert names == {field.name for field in attrs.fields(Sampling)}
     assert set(completion.CompletionFields.__annotations__) == names | own
@@ -82,6 +82,13 @@ WRONG: list[tuple[str, Any, str]] = [
     ("messages", [{"role": 1, "content": "x"}], "role of a message must be a str"),
     ("messages", [{"role": "", "content": "x"}], "role of a message must not be empty"),
     ("messages", [{"role": "user", "content": "x", "name": "y"}], "nothing else such as 'name'"),
+    ("messages", "ab\ud800", r"the prompt is not valid: character 3 is a lone surrogate \(U\+D800\)"),
+    (
+        "messages",
+        [{"role": "user", "content": "x"}, {"role": "user", "content": "a\udcff"}],
+        r"the content of message 2 is not valid: character 2 is a lone surrogate \(U\+DCFF\)",
+    ),
+    ("messages", [{"role": "\udcff", "content": "x"}], "the role of message 1 is not valid"),
     ("max_tokens", 0, "from 1 to"),
     ("max_tokens", -1, "from 1 to"),
     ("max_tokens", 1.5, "an integer"),
@@ -196,15 +203,11 @@ async def test_a_template_is_compiled_once_a_model_and_goes_with_it(
 ) -> None:
     compiled = []
 
-    class Counting:
-        def __init__(self, source: str, **options: str) -> None:
-            compiled.append(source)
-            self._template = ChatTemplate(source, **options)
+    def counting(source: str, **options: str) -> ChatTemplate:
+        compiled.append(source)
+        return ChatTemplate(source, **options)
 
-        def render(self, messages: Any) -> str:
-            return self._template.render(messages)
-
-    monkeypatch.setattr(_prompts, "ChatTemplate", Counting)
+    monkeypatch.setattr(_prompts, "ChatTemplate", counting)
     gc.collect()
     before = len(_prompts._templates)
     async with scripted() as s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from laneway_plugins._finetune_data import (
     Example,
     Marked,
     Render,
+    close_answers,
     decode,
     mark,
     masked,
@@ -29,7 +31,7 @@ from laneway_plugins._finetune_data import (
 )
 from laneway_plugins._finetune_dataset import Dataset, Reader
 from laneway_plugins._messages import Message
-from laneway_plugins._templates import ChatTemplate
+from laneway_plugins._templates import ChatTemplate, Rendered
 from tests.plugins.scripted import Scripted, scripted
 from tests.tiny_model import CHATML
 
@@ -65,9 +67,9 @@ def test_line_breaks_of_other_alphabets_end_no_line() -> None:
         ("{", "no JSON"),
         ("nonsense", "no JSON"),
         ("[" * 100_000, "no JSON"),
-        ("[]", "not an object"),
-        ("5", "not an object"),
-        ('{"text": "x"}', "not an object"),
+        ("[]", "no chat, but a list"),
+        ("5", "no chat, but a number"),
+        ('{"text": "x"}', "no chat, but an object with the keys 'text'"),
         ('{"messages": [], "weight": 1}', "nothing else such as 'weight'"),
         ('{"messages": "x"}', "must be a list"),
         ('{"messages": {"role": "user", "content": "x"}}', "must be a list"),
@@ -142,14 +144,14 @@ HASTY = (
 def render_with(source: str) -> Render:
     template = ChatTemplate(source, bos="<s>", eos="</s>")
 
-    def render(messages: Sequence[Message], asking: bool) -> str:
+    def render(messages: Sequence[Message], asking: bool) -> Rendered:
         return template.render(messages, generation_prompt=asking)
 
     return render
 
 
 def words_of(marked: Marked) -> list[str]:
-    return [marked.text[start:end] for start, end in marked.spans]
+    return [marked.rendered.text[start:end] for start, end in marked.spans]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def words_of(marked: Marked) -> list[str]:
 )
 def test_the_answers_of_a_chat_are_found(source: str, answers: list[str]) -> None:
     (marked,) = mark(render_with(source), TWO_TURNS)
-    assert marked.text == render_with(source)(TWO_TURNS, False)
+    assert marked.rendered == render_with(source)(TWO_TURNS, False)
     assert words_of(marked) == answers
 
 
@@ -171,8 +173,8 @@ def test_the_words_of_others_are_not_taken_for_answers() -> None:
     (marked,) = mark(render_with(CHATML), echo)
     assert words_of(marked) == ["Yes.<|im_end|>\n"] * 2
     assert [start for start, _ in marked.spans] == [
-        len(render_with(CHATML)(echo[:1], True)),
-        len(render_with(CHATML)(echo[:3], True)),
+        len(render_with(CHATML)(echo[:1], True).text),
+        len(render_with(CHATML)(echo[:3], True).text),
     ]
 
 
@@ -180,8 +182,8 @@ def test_a_template_that_forgets_gives_a_text_for_each_answer() -> None:
     first, second = mark(render_with(FORGETFUL), TWO_TURNS)
     assert words_of(first) == ["<think>\n\n</think>\n\nYes.<|im_end|>\n"]
     assert words_of(second) == ["<think>\n\n</think>\n\nNo.<|im_end|>\n"]
-    assert "<think>" not in second.text[: second.spans[0][0]]
-    assert first.text == render_with(FORGETFUL)(TWO_TURNS[:3], False)
+    assert "<think>" not in second.rendered.text[: second.spans[0][0]]
+    assert first.rendered == render_with(FORGETFUL)(TWO_TURNS[:3], False)
 
 
 def test_a_template_whose_answers_cannot_be_told_apart_is_refused() -> None:
@@ -195,9 +197,15 @@ def test_a_template_that_leaves_the_answer_out_is_refused() -> None:
 
 
 def test_pieces_are_the_text_again() -> None:
-    marked = Marked("abcdefg", ((1, 3), (3, 4), (5, 7)))
-    assert pieces(marked) == [("a", False), ("bc", True), ("d", True), ("e", False), ("fg", True)]
-    assert "".join(text for text, _ in pieces(marked)) == marked.text
+    marked = Marked(Rendered("abcdefg", ((0, 2), (4, 6))), ((1, 3), (3, 4), (5, 7)))
+    assert pieces(marked) == [
+        (Rendered("a", ((0, 1),)), False),
+        (Rendered("bc", ((0, 1),)), True),
+        (Rendered("d"), True),
+        (Rendered("e", ((0, 1),)), False),
+        (Rendered("fg", ((0, 1),)), True),
+    ]
+    assert "".join(piece.text for piece, _ in pieces(marked)) == marked.rendered.text
 
 
 # Tokens.
@@ -207,6 +215,35 @@ def test_nothing_behind_an_end_token_is_learned() -> None:
     tokens, mask = masked([([1, 2], False), ([3, 9, 4], True), ([5], False), ([6, 7], True)], frozenset({9}))
     assert tokens == array("i", [1, 2, 3, 9, 4, 5, 6, 7])
     assert mask == bytes([0, 0, 1, 1, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("parts", "closed", "unclosed"),
+    [
+        # The end token is in the answer.
+        ([([1], False), ([3, 9, 4], True), ([9, 5], False)], [([1], False), ([3, 9, 4], True), ([9, 5], False)], 0),
+        # The next turn's marker ends it.
+        ([([1], False), ([3], True), ([9, 5], False)], [([1], False), ([3, 9], True), ([5], False)], 0),
+        ([([1], False), ([3], True), ([0, 0, 9, 5], False)], [([1], False), ([3, 0, 0, 9], True), ([5], False)], 0),
+        # The last one is given what would follow.
+        ([([1], False), ([3], True)], [([1], False), ([3, 0, 9], True)], 0),
+        ([([1], False), ([3], True), ([], False)], [([1], False), ([3, 0, 9], True)], 0),
+        # Nothing ends it.
+        ([([1], False), ([3], True), ([5, 9], False)], [([1], False), ([3], True), ([5, 9], False)], 1),
+        ([([3], True), ([9, 4], True)], [([3], True), ([9, 4], True)], 1),
+        ([([3], True), ([0], False)], [([3], True), ([0], False)], 1),
+    ],
+)
+def test_an_answer_is_closed_by_the_end_token_that_follows_it(parts: Any, closed: Any, unclosed: int) -> None:
+    ends = frozenset({9})
+    assert close_answers(parts, ends, [0, 9], lambda token: token == 0) == (closed, unclosed)
+    joined = [token for tokens, _ in parts for token in tokens]
+    after = [token for tokens, _ in closed for token in tokens]
+    assert after[: len(joined)] == joined
+
+
+def test_a_last_answer_without_anything_behind_it_stays_open() -> None:
+    assert close_answers([([1], False), ([3], True)], frozenset({9}), [], lambda token: False)[1] == 1
 
 
 def test_the_first_token_is_predicted_by_nothing() -> None:
@@ -324,7 +361,7 @@ async def test_reading_leaves_turns_to_others(
     beside = False
     render = ChatTemplate.render
 
-    def watched(template: ChatTemplate, *args: Any, **options: Any) -> str:
+    def watched(template: ChatTemplate, *args: Any, **options: Any) -> Rendered:
         assert beside
         return render(template, *args, **options)
 
@@ -407,3 +444,63 @@ async def test_a_text_with_nothing_in_it(tmp_path: Path, text: str, autojump_clo
     async with scripted(bos=False) as s:
         with pytest.raises(InvalidRequestError, match="nothing in it to learn"):
             await read(s, written(tmp_path, text, "d.txt"))
+
+
+# Where answers end.
+
+MARKER_ENDS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|end|>{{ m.content }}{% else %}<|turn|>{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+)
+"""Nothing but the next user's marker, which is an end token of the model, ends an answer."""
+
+
+@pytest.mark.parametrize(
+    ("template", "learned", "open_answers"),
+    [
+        (MARKER_ENDS, ["Yes.<|end|>", "No.<|end|>"], 0),
+        (MARKER_ENDS.replace("<|end|>", "{{ '\\n' }}<|end|>"), ["Yes.\n<|end|>", "No.\n<|end|>"], 0),
+        (MARKER_ENDS.replace("<|end|>", "<|begin|>"), ["Yes.", "No."], 2),
+        (MARKER_ENDS.replace("<|end|>", "User: ").replace("<|turn|>", "Bot: "), ["Yes.", "No."], 2),
+        # It refuses the chat that would show what follows an answer.
+        (
+            "{% if messages[0].content == 'a' %}{{ raise_exception('no') }}{% endif %}" + MARKER_ENDS,
+            ["Yes.<|end|>", "No."],
+            1,
+        ),
+    ],
+)
+async def test_the_marker_of_the_next_turn_is_learned_where_it_ends_an_answer(
+    tmp_path: Path,
+    template: str,
+    learned: list[str],
+    open_answers: int,
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chat = [USER, ANSWER, Message("user", "And now?"), Message("assistant", "No.")]
+    async with scripted(chat_template=template) as s:
+        (example,) = (await read(s, written(tmp_path, line(*chat)), length=200)).train
+        words = s.tokenizer
+        expected = [words.tokenize(text, bos=False, special=True) for text in learned]
+    runs = [
+        [token for _, token in run]
+        for counted, group in itertools.groupby(enumerate(example.tokens), key=lambda pair: example.mask[pair[0]])
+        if counted
+        for run in [list(group)]
+    ]
+    assert runs == expected
+    warned = [record.getMessage() for record in caplog.records if record.name == "laneway.finetune"]
+    assert len(warned) == bool(open_answers)
+    if open_answers:
+        assert f"behind {open_answers} of 2 answers, so the adapter may never learn to end" in warned[0]
+
+
+async def test_a_template_with_end_tokens_is_learned_as_ever(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scripted() as s:
+        (example,) = (await read(s, written(tmp_path, line(USER, ANSWER)))).train
+        end = s.tokenizer.tokenize("<|turn_end|>", bos=False, special=True)[0]
+    assert [token for token, counts in zip(example.tokens, example.mask, strict=True) if counts][-1] == end
+    assert not [record for record in caplog.records if record.name == "laneway.finetune"]

@@ -21,9 +21,10 @@ from laneway import (
     TranslationError,
 )
 from laneway.testing import ScriptedTokenizer
-from laneway_plugins import _language_detection, completion, llm_translate
+from laneway_plugins import _language_detection, _thoughts, completion, llm_translate
 from laneway_plugins._language_detection import detect_language
 from laneway_plugins._languages import find_language
+from laneway_plugins._loops import longest_translation
 from laneway_plugins._translation_forms import form_for
 from laneway_plugins.llm_translate import PromptForm, Trimmed, UndeterminedLanguageError, Wanted
 from tests.docs.pages import DOCS, load
@@ -62,11 +63,14 @@ def forms() -> Iterator[list[Any]]:
     [
         ({"texts": 5}, "texts: must be a str or a list"),
         ({"texts": ["a", 5]}, "texts: item 1 must be a str"),
+        ({"texts": "\ud800"}, "texts: the text is not valid: character 1 is a lone surrogate"),
+        ({"texts": ["a", "b\udcff"]}, "texts: item 1 is not valid: character 2 is a lone surrogate"),
         ({"texts": {"a": "b"}}, "texts: must be a str or a list"),
         ({"target": "English"}, "target: a language is given by its code: 'en'"),
         ({"target": None}, "target: a language is a code"),
         ({"source": "xx"}, "source: 'xx' is no ISO"),
         ({"context": 5}, "context: must be str"),
+        ({"context": "a\udcff"}, "context: it is not valid: character 2 is a lone surrogate"),
         ({"form": "nope"}, "form: there is no prompt form 'nope'; there are: tower"),
         ({"form": 5}, "form: must be a PromptForm"),
         ({"temperature": -1}, "temperature: must be a number"),
@@ -111,6 +115,13 @@ async def test_a_list_gives_as_many_in_order(autojump_clock: MockClock) -> None:
         assert (result.source, result.target) == (find_language("de", ""), find_language("en", ""))
         assert at.decoder.statistics().max_used == 2
         at.assert_idle()
+
+
+async def test_signs_at_the_edges_of_a_line_stay(autojump_clock: MockClock) -> None:
+    texts = ["- Guten Morgen", "1. Guten Morgen 🙂", "\ufeff# Guten Morgen\r\n", "12.5", "🙂", "- \n"]
+    wanted = ["- Good morning", "1. Good morning 🙂", "\ufeff# Good morning\r\n", "12.5", "🙂", "- \n"]
+    async with scripted(2, script=SCRIPT) as at:
+        assert await llm_translate.translate(at.model, texts, source="de", target="en") == wanted
 
 
 async def test_S1_a_stream_joined_is_the_result(autojump_clock: MockClock) -> None:
@@ -286,8 +297,10 @@ async def test_a_source_that_cannot_be_told_is_a_typed_error(
             await llm_translate.translate(at.model, "Hm", target="en")
         assert isinstance(caught.value, TranslationError)
         assert caught.value.candidates == ranked
+        # Nothing of it is translated, so no language is needed.
+        assert await llm_translate.translate(at.model, "😀 12", target="en") == "😀 12"
         with pytest.raises(UndeterminedLanguageError, match="nothing to tell"):
-            await llm_translate.translate(at.model, "😀 12", target="en")
+            detect_language(["😀 12"])
         assert at.decoder.statistics().steps == 0
 
 
@@ -322,3 +335,131 @@ async def test_the_programs_of_the_page_about_translating(autojump_clock: MockCl
         forms.append(llm_translate.add_form(page.OURS))
         assert form_for("ours-mt 2B", {}, chats=True) is page.OURS
         assert page.ask(Wanted("Hallo", find_language("de", ""), find_language("zh-Hant", ""))) == "<2zh> Hallo"
+
+
+# Answers that do not come to an end, and thoughts.
+
+
+async def test_a_translation_is_bounded_by_the_length_of_its_source(autojump_clock: MockClock) -> None:
+    texts = ["eins", "eins zwei drei vier"]
+    endless = {asked(text): " ".join(str(number) for number in range(9000)) for text in texts}
+    async with scripted(script=endless, context_size=8192) as at:
+        async with llm_translate.stream(at.model, [*texts, ""], source="de", target="en") as run:
+            result = await run.result()
+        short, long, none = result.translations
+        lengths = [longest_translation(len(WORDS.tokenize(text, bos=False))) for text in texts]
+        assert [short.stats.generated_tokens, long.stats.generated_tokens] == lengths
+        assert (short.cut, short.stop_reason) == (long.cut, long.stop_reason) == ("length", "length")
+        assert (none.text, none.cut, none.stop_reason) == ("", None, "eos")
+        assert result.stop_reason == "length"
+        # What the caller says holds.
+        async with llm_translate.stream(at.model, "eins", source="de", target="en", max_tokens=900) as run:
+            (told,) = (await run.result()).translations
+        assert told.stats.generated_tokens == 900
+        at.assert_idle()
+
+
+async def test_a_translation_that_goes_round_in_circles_is_cut(autojump_clock: MockClock) -> None:
+    unit = "I am the landlord of the house. "
+    script = {asked("eins"): "Dear. " + unit * 300, asked("zwei"): "two"}
+    async with scripted(2, script=script, context_size=16384) as at:
+        async with llm_translate.stream(at.model, ["eins", "zwei"], source="de", target="en") as run:
+            shown = ""
+            async for event in run:
+                if isinstance(event, BatchEvent) and event.id == "0" and isinstance(event.event, TextDelta):
+                    shown += event.event.text
+            result = await run.result()
+        loop, other = result.translations
+        assert (loop.cut, loop.stop_reason) == ("loop", "length")
+        assert (other.text, other.cut, other.stop_reason) == ("two", None, "eos")
+        assert shown == loop.text
+        assert loop.text.startswith("Dear. " + unit * 3)
+        assert len(loop.text) < len("Dear. " + unit * 6)
+        assert loop.stats.generated_tokens > 0
+        at.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "cut"),
+    [
+        ("<think>\nGreeting. Good morning?\n</think>\n\nGood morning", "Good morning", None),
+        ("<think>\n\n</think>\n\nGood morning", "Good morning", None),
+        ("[THINK]Greeting.[/THINK]Good morning\n", "Good morning", None),
+        ("<think>Greeting, and no end of it", "", "thought"),
+        ("<th>Good morning", "<th>Good morning", None),
+    ],
+)
+async def test_a_thought_is_no_translation(answer: str, text: str, cut: str | None, autojump_clock: MockClock) -> None:
+    async with scripted(script={asked("Guten Morgen"): answer}) as at:
+        async with llm_translate.stream(at.model, " Guten Morgen\n", source="de", target="en") as run:
+            shown = "".join([event.text async for event in run if isinstance(event, TextDelta)])
+            (made,) = (await run.result()).translations
+    assert (made.text, made.cut) == (f" {text}\n", cut)
+    assert shown == made.text
+    assert made.stop_reason == ("length" if cut else "eos")
+
+
+async def test_a_thought_that_the_prompt_opens_is_no_translation(autojump_clock: MockClock) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:<think>\n{% endif %}"
+    )
+    prompt = tuple(WORDS.tokenize(f"{ORDER}\n\nGuten Morgen\nA:<think>\n", special=True))
+    script = {prompt: "They greet.</think>Good morning"}
+    async with scripted(script=script, chat_template=template, context_size=4096) as at:
+        assert await llm_translate.translate(at.model, "Guten Morgen", source="de", target="en") == "Good morning"
+        # Such a model may take its time to think.
+        job = await llm_translate.prepare(
+            at.model, llm_translate.TranslateRequest("Guten Morgen", source="de", target="en")
+        )
+        assert job.payload.items[0].job.request.max_tokens > 1024
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+async def test_a_model_that_may_think_is_asked_not_to(name: str, autojump_clock: MockClock) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:"
+        "{% if NAME is defined and not NAME %}<think></think>{% else %}<think>{% endif %}{% endif %}"
+    ).replace("NAME", name)
+    asking = f"{ORDER}\n\nGuten Morgen\nA:<think>"
+    script = {
+        tuple(WORDS.tokenize(f"{asking}</think>", special=True)): "Good morning",
+        tuple(WORDS.tokenize(asking, special=True)): "They greet.</think>Hello",
+    }
+    async with scripted(script=script, chat_template=template, context_size=4096) as at:
+        assert await llm_translate.translate(at.model, "Guten Morgen", source="de", target="en") == "Good morning"
+        # The caller may want it; the thought is dropped all the same.
+        thought = await llm_translate.translate(
+            at.model, "Guten Morgen", source="de", target="en", chat_template_kwargs={name: True}
+        )
+        assert thought == "Hello"
+
+
+async def test_a_form_that_makes_no_chat_has_no_template_to_tell(autojump_clock: MockClock) -> None:
+    plain = PromptForm(name="plain text", models=None, ask=lambda wanted: f"{wanted.text} =")
+    async with scripted(script={tuple(WORDS.tokenize("Hallo =", special=True)): "Hello"}) as at:
+        assert await llm_translate.translate(at.model, "Hallo", source="de", target="en", form=plain) == "Hello"
+        with pytest.raises(InvalidRequestError, match="a raw prompt goes without the model's chat template"):
+            await llm_translate.translate(
+                at.model, "Hallo", source="de", target="en", form=plain, chat_template_kwargs={"enable_thinking": True}
+            )
+
+
+async def test_a_thought_between_control_tokens_is_no_translation(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control tokens are no part of an answer's text, so its text alone does not tell the thought from the answer."""
+    monkeypatch.setattr(_thoughts, "THOUGHTS", {"<|begin|>": "<|turn|>"})
+    monkeypatch.setattr(llm_translate, "MARKERS", ("<|begin|>", "<|turn|>"))
+    begin, turn = (WORDS.tokenize(text, bos=False, special=True)[0] for text in ("<|begin|>", "<|turn|>"))
+    template = "{{ '<|begin|>' }}{% for m in messages %}<|turn|>{{ m.content }}\n{% endfor %}A:"
+
+    def asking(text: str) -> tuple[int, ...]:
+        return tuple(WORDS.tokenize(f"<|begin|><|turn|>{ORDER}\n\n{text}\nA:", bos=False, special=True))
+
+    thought, answer = (WORDS.tokenize(text, bos=False) for text in ("They greet. é", "Good morning"))
+    script = {asking("eins"): [begin, *thought, turn, *answer], asking("zwei"): [begin, *thought]}
+    async with scripted(script=script, chat_template=template, context_size=4096) as at:
+        async with llm_translate.stream(at.model, ["eins", "zwei"], source="de", target="en") as run:
+            whole, cut = (await run.result()).translations
+    assert (whole.text, whole.cut) == ("Good morning", None)
+    assert (cut.text, cut.cut) == ("", "thought")

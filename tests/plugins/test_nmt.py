@@ -81,6 +81,8 @@ SENTENCE = "w1 w2 w3 w4"
         ({"texts": b"x"}, "texts: must be a str or a list"),
         ({"texts": {"a": "b"}}, "texts: must be a str or a list"),
         ({"texts": ["a", None]}, "texts: item 1 must be a str"),
+        ({"texts": "ab\ud800"}, r"texts: the text is not valid: character 3 is a lone surrogate \(U\+D800\)"),
+        ({"texts": ["a", "\udcff"]}, r"texts: item 1 is not valid: character 1 is a lone surrogate \(U\+DCFF\)"),
         ({"source": 5}, "source: must be str"),
         ({"beam_size": 0}, "beam_size: must be an integer from 1"),
         ({"beam_size": True}, "beam_size"),
@@ -278,6 +280,8 @@ async def test_a_route_goes_through_the_pairs_that_are_there(packages: Path) -> 
             await nmt.translate(model, "x", source="ja", target="fr")
         with pytest.raises(TranslationError, match="the same language"):
             await nmt.translate(model, "x", source="de", target="deu")
+        with pytest.raises(TranslationError, match="no installed pair translates from 'xx'; there are pairs from: "):
+            await nmt.translate(model, "x", source="xx")
         with pytest.raises(InvalidRequestError, match="source: must be given: the model has several"):
             await nmt.translate(model, "x", target="de")
         assert (await nmt.translate_details(model, "w1", source="fr")).route == ("fr", "en")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from laneway import InvalidRequestError
 from laneway_plugins._languages import find_language, known_languages
 from laneway_plugins._nmt_pieces import SentencePieces, Words, growing_text, join_sentence_pieces
-from laneway_plugins._nmt_text import Assembly, Gap, Sentence, Verbatim, gap_for, split_pieces, split_text
+from laneway_plugins._nmt_text import Assembly, Gap, Sentence, Verbatim, gap_between, split_pieces, split_text
+from laneway_plugins._signs import peel
 
 
 def by_full_stop(line: str) -> list[str]:
@@ -44,6 +45,8 @@ def test_the_parts_of_a_text_are_the_text(text: str) -> None:
         ("\n\n", []),
         ("😀😀", []),
         ("123 456.", []),
+        ("a) 5", []),
+        ("- 🙂", []),
         ("a. b.", ["a.", "b."]),
         ("  a.  b.\t\r\n\r\n c", ["a.", "b.", "c"]),
         ("a. 12. b.", ["a.", "b."]),
@@ -59,11 +62,143 @@ def test_a_splitter_that_changes_the_line_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gap", "spaced", "shown"),
-    [("", True, " "), ("", False, ""), (" ", True, " "), (" ", False, ""), ("  ", False, "  ")],
+    ("texts", "gap", "spaced", "shown"),
+    [
+        (("One.", "Two."), "", True, " "),
+        (("One.", "Two."), " ", True, " "),
+        (("One.", "Two."), "\u00a0", True, "\u00a0"),
+        (("你好。", "再见。"), " ", False, ""),
+        (("你好。", "再见。"), "", False, ""),
+        (("你好。", "再见。"), "  ", False, "  "),
+        (("你好。", "再见。"), "\u3000", False, "\u3000"),
+        # Kept as they were, because the model knows nothing of them.
+        (("你好。", "再见。"), "", True, ""),
+        (("สวัสดี", "ลาก่อน"), "", True, ""),
+        (("สวัสดี", "ลาก่อน"), " ", True, " "),
+        (("One.", "Two."), " ", False, " "),
+        (("你好。", "Two."), "", True, ""),
+        (("你好！", "🙂"), " ", False, ""),
+        (("안녕.", "잘 가."), "", True, " "),
+    ],
 )
-def test_gaps_follow_the_target_language(gap: str, spaced: bool, shown: str) -> None:
-    assert gap_for(gap, spaced) == shown
+def test_gaps_follow_the_script_of_the_target_language(
+    texts: tuple[str, str], gap: str, spaced: bool, shown: str
+) -> None:
+    assert gap_between(texts[0][-1], gap, texts[1][0], spaced=spaced) == shown
+    assembly = Assembly([Sentence("a"), Gap(gap), Sentence("b")], spaced=spaced)
+    assembly.cut(0, [""])
+    assembly.cut(1, [""])
+    assembly.finish(0, 0, texts[0])
+    # What the gap becomes depends on what comes, so it is not shown before.
+    assert assembly.take() == texts[0]
+    assembly.grow(1, 0, texts[1][:1])
+    assert assembly.take() == shown + texts[1][:1]
+    assembly.finish(1, 0, texts[1])
+    assembly.take()
+    assert assembly.text == texts[0] + shown + texts[1]
+
+
+def test_a_gap_before_nothing_stays() -> None:
+    assembly = Assembly([Sentence("a"), Gap(" "), Sentence("b"), Gap(" "), Sentence("c")], spaced=True)
+    for sentence, text in enumerate(["One.", "", "Three."]):
+        assembly.cut(sentence, [""])
+        assembly.finish(sentence, 0, text)
+    assert assembly.take() == "One.  Three."
+    assert assembly.complete
+
+
+# Signs at the edges.
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("- First item. Second.", ["First item.", "Second."]),
+        ("* one", ["one"]),
+        ("  + one", ["one"]),
+        ("# Title", ["Title"]),
+        ("###### Title", ["Title"]),
+        ("> quoted", ["quoted"]),
+        (">> > - [ ] to do", ["to do"]),
+        ("- [x] done", ["done"]),
+        ("• one", ["one"]),
+        ("1. First. 2. Second.", ["First.", "Second."]),
+        ("12) First", ["First"]),
+        ("(3) First", ["First"]),
+        ("a) first", ["first"]),
+        ("① first", ["first"]),
+        ("１．こんにちは", ["こんにちは"]),
+        ("1、你好", ["你好"]),
+        ("・こんにちは", ["こんにちは"]),
+        ("— Hello", ["Hello"]),
+        ("🙂 Hello", ["Hello"]),
+        ("Hello 🙂🙂", ["Hello"]),
+        ("Hello 👩‍👩‍👧‍👦❤️!", ["Hello"]),
+        ("👍🏽Good", ["Good"]),
+        ("🇩🇪 Berlin 🇩🇪", ["Berlin"]),
+        ("1️⃣ First 2️⃣", ["First"]),
+        ("→ see there ←", ["see there"]),
+        ("\u200fمرحبا\u200f", ["مرحبا"]),
+        ("\ufeffHello\u200b", ["Hello"]),
+        ("\u00a0Hello\u00a0", ["Hello"]),
+        ("\u3000你好\u3000", ["你好"]),
+        # These are the model's own business.
+        ('"Hello," she said', ['"Hello," she said']),
+        ("«Bonjour»", ["«Bonjour»"]),
+        ("（你好）", ["（你好）"]),
+        ("(see there)", ["(see there)"]),
+        ("¿Qué?", ["¿Qué?"]),
+        ("well-known", ["well-known"]),
+        ("-5 degrees", ["-5 degrees"]),
+        ("C# is", ["C# is"]),
+        ("#hashtag", ["#hashtag"]),
+        ("*bold* word", ["*bold* word"]),
+        ("A. Smith", ["A.", "Smith"]),
+        ("½ cup of 5 m²", ["½ cup of 5 m²"]),
+        ("I have 3", ["I have 3"]),
+    ],
+)
+def test_signs_at_the_edges_are_not_translated(text: str, sentences: list[str]) -> None:
+    parts = split_text(text, by_full_stop)
+    assert joined(parts) == text
+    assert [part.text for part in parts if isinstance(part, Sentence)] == sentences
+    # With a model that translates into nothing but letters, every sign is still there.
+    assembly = Assembly(parts, spaced=True)
+    for number in range(len(sentences)):
+        assembly.cut(number, [""])
+        assembly.finish(number, 0, sentences[number])
+    assert assembly.take() == text
+
+
+SIGNS = "🙂👩🏽🇩🇪→•①\u200f\ufeff\u200d\ufe0f\u20e3"
+EDGES = st.text(st.sampled_from('ab. -*#>1)[]x(（）。，！你好สé\u0301\u00a0\u3000\t\r\n"«»' + SIGNS), max_size=40)
+
+
+@given(EDGES | st.text(max_size=40), st.booleans())
+def test_the_parts_of_a_sentence_are_the_sentence(text: str, begins_line: bool) -> None:
+    before, inner, after = peel(text, begins_line=begins_line)
+    assert before + inner + after == text
+    assert not any(map(str.isalpha, after))
+    assert begins_line or not any(map(str.isalpha, before))
+
+
+@given(EDGES | TEXTS | st.text(max_size=60), st.booleans())
+def test_whatever_is_not_translated_comes_back_exactly(text: str, spaced: bool) -> None:
+    """A model that gives back each sentence: what is between the sentences is the source's."""
+    parts = split_text(text, by_full_stop)
+    assert joined(parts) == text
+    assert not [part for part in parts if isinstance(part, Sentence) and not any(map(str.isalpha, part.text))]
+    sentences = [part.text for part in parts if isinstance(part, Sentence)]
+    assembly = Assembly(parts, spaced=spaced)
+    for number, sentence in enumerate(sentences):
+        assembly.cut(number, [""])
+        assembly.finish(number, 0, sentence)
+    made = assembly.take()
+    assert assembly.complete
+    # But for the spaces between the sentences of a line.
+    assert made.replace(" ", "") == text.replace(" ", "")
+    if spaced and not [part for part in parts if isinstance(part, Gap) and not part.text]:
+        assert made == text
 
 
 # Chunks.
@@ -90,6 +225,9 @@ def test_cuts_are_made_at_punctuation_then_between_words() -> None:
     assert cut("a b c d, e f g h", 6) == ["a b c d,", "e f g h"]
     assert cut("a b c d e f g h", 6) == ["a b c d", "e f g h"]
     assert cut("a b", 6) == ["a b"]
+    chinese = split_pieces(list("你好，我们明天见。再见"), 7, lambda piece: False, True)
+    assert ["".join(chunk.pieces) for chunk in chinese] == ["你好，", "我们明天见。", "再见"]
+    assert [chunk.joint for chunk in chinese] == ["", " ", " "]
     inside = split_pieces(["▁a", "b", "c", "d", "e", "f"], 3, lambda piece: piece.startswith("▁"), True)
     assert [(chunk.pieces, chunk.joint) for chunk in inside] == [(("▁a", "b", "c"), ""), (("d", "e", "f"), "")]
 
@@ -209,5 +347,8 @@ def test_the_table_of_languages() -> None:
     assert sum(len(code) == 2 for code in known) >= 183
     assert all(find_language(code, "x").name == name for code, name in known.items())
     assert len({code for code in known if len(code) == 3}) >= 100
-    assert find_language("ja", "x").spaced is False
+    assert find_language("ja", "x").spaced is find_language("ja", "x").spaced_words is False
+    # Words are not apart there, but sentences are.
+    assert find_language("th", "x").spaced is True
+    assert find_language("th", "x").spaced_words is False
     assert find_language("en", "x").spaced is True

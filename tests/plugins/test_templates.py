@@ -16,7 +16,7 @@ CHAT = (Message("system", "Be brief."), Message("user", "Hi"))
 
 
 def render(source: str, messages: tuple[Message, ...] = CHAT, *, bos: str = "<s>", eos: str = "</s>") -> str:
-    return ChatTemplate(source, bos=bos, eos=eos).render(messages)
+    return ChatTemplate(source, bos=bos, eos=eos).render(messages).text
 
 
 def test_messages_and_special_tokens_are_what_a_template_sees() -> None:
@@ -53,7 +53,7 @@ def test_a_template_can_be_used_again_and_keeps_nothing() -> None:
     template = ChatTemplate(
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
     )
-    assert [template.render(CHAT), template.render(CHAT[:1]), template.render(CHAT)] == ["2", "1", "2"]
+    assert [template.render(chat).text for chat in (CHAT, CHAT[:1], CHAT)] == ["2", "1", "2"]
 
 
 def test_a_refusal_is_told_in_the_template_s_own_words() -> None:

@@ -5,7 +5,8 @@ compiler.  Commands of plugins are looked up only when the program's own do not 
 
 How it fails: an error that a person can do something about is one line, ``laneway: error: ...``, and exit status 1; a
 wrong use of the command line the same with status 2; Ctrl-C is 130.  ``--debug``, or ``LANEWAY_DEBUG=1``, shows the
-traceback as well.  Anything else is a bug and always shows its traceback.
+traceback as well.  Anything else is a bug and always shows its traceback.  A standard stream that is closed, full or of
+a narrow encoding is such an error as well, or none: ``_streams`` sees to it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import attrs
 import click
 
 import laneway
+from laneway._cli import _signals, _streams
 from laneway._errors import LanewayError
 from laneway._plugins import PluginHost, truthy
+from laneway.terminal import echo, harmless, is_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +112,6 @@ class LanewayGroup(click.Group):
         """Run the command.  Its return value is nobody's: a command ends with another status through ``ctx.exit``."""
         try:
             super().invoke(ctx)
-            # Here, where a reader that has gone can still be told from a bug; the interpreter's own flush is too late.
-            sys.stdout.flush()
         except (click.exceptions.Exit, SystemExit):
             raise
         except BaseException as error:
@@ -130,10 +131,20 @@ class LanewayGroup(click.Group):
         """Run the program and exit, like every click command; what it could not begin with fails like the rest."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-        try:
-            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-        except (click.ClickException, click.Abort) as error:
-            status = report(error, debug=truthy(os.environ.get("LANEWAY_DEBUG", "")))
+        with _streams.prepared(), _signals.cursor_restored():
+            debug = truthy(os.environ.get("LANEWAY_DEBUG", ""))
+            try:
+                status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            except (click.ClickException, click.Abort, OSError) as error:
+                # An OSError comes of what prints the help or the version; those of commands were reported.
+                status = report(error, debug=debug)
+            except Exception as error:
+                if not is_terminal(sys.stderr):
+                    raise
+                # The interpreter would print what the error quotes as it is.
+                _traceback(error, debug=True)
+                status = 1
+            status = _flushed(debug) or status
         sys.exit(status or 0)
 
 
@@ -154,6 +165,16 @@ def _broken(host: PluginHost) -> str:
     return f"{count} {'plugin is' if count == 1 else 'plugins are'} broken, see: laneway plugins"
 
 
+def _flushed(debug: bool) -> int:
+    """Write what is still in the buffer.  Returns 0, or the status for what went wrong."""
+    try:
+        # The interpreter's own flush is too late: a reader that has gone could not be told from a bug by then.
+        sys.stdout.flush()
+    except OSError as error:
+        return report(error, debug=debug) or 1
+    return 0
+
+
 def report(error: BaseException, *, debug: bool) -> int | None:
     """Say on standard error what went wrong.  Returns the exit status, or None for an error that is a bug.
 
@@ -162,19 +183,21 @@ def report(error: BaseException, *, debug: bool) -> int | None:
     leaves = list(_leaves(error))
     if any(_interrupted(leaf) for leaf in leaves):
         _traceback(error, debug)
-        click.echo("laneway: interrupted", err=True)
+        echo("laneway: interrupted", err=True)
         return INTERRUPTED
     if all(isinstance(leaf, OSError) and leaf.errno == errno.EPIPE for leaf in leaves):
         # Whoever read our output has had enough, as `head` does: nothing to say, and nobody to say it to.
         _traceback(error, debug)
-        _discard_output()
+        _streams.discard(sys.stdout)
         return 1
     lines = [_explain(leaf, debug) for leaf in leaves]
     if any(line is None for line in lines):
         return None
     _traceback(error, debug)
     for line in dict.fromkeys(lines):
-        click.echo(line, err=True)
+        if line is not None:
+            echo(line, err=True)
+    _streams.settle(sys.stdout)
     return max(getattr(leaf, "exit_code", 1) for leaf in leaves)
 
 
@@ -207,7 +230,10 @@ def _explain(error: BaseException, debug: bool) -> str | None:
         return _line(str(error))
     if isinstance(error, OSError):
         what = error.strerror or str(error) or type(error).__name__
-        return _line(what if error.filename is None else f"{os.fsdecode(error.filename)}: {what}")
+        file = error.filename
+        if file is None and _streams.is_broken(sys.stdout):
+            file = "standard output"
+        return _line(what if file is None else f"{os.fsdecode(file)}: {what}")
     if isinstance(error, ValueError):
         # Mostly a value that was given, such as --parallel 0; now and then a bug, which the traceback then shows.
         return _line(str(error) or type(error).__name__, "" if debug else "--debug shows where")
@@ -220,18 +246,7 @@ def _line(text: str, hint: str = "") -> str:
 
 def _traceback(error: BaseException, debug: bool) -> None:
     if debug:
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-
-
-def _discard_output() -> None:
-    """Let the interpreter's last flush go nowhere, so that it does not complain of the broken pipe again."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):
-        return  # not a real file, as under a test
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+        echo("".join(traceback.format_exception(error)), err=True, nl=False)
 
 
 class _StandardError(logging.StreamHandler[IO[str]]):
@@ -241,7 +256,8 @@ class _StandardError(logging.StreamHandler[IO[str]]):
         super().__init__(sys.stderr)
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"laneway: {record.levelname.lower()}: {super().format(record)}"
+        line = f"laneway: {record.levelname.lower()}: {super().format(record)}"
+        return harmless(line) if is_terminal(self.stream) else line
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import IO, Any
+from typing import IO, Any, final
 
 import attrs
 import rich.console
@@ -16,6 +16,7 @@ import rich.text
 import trio
 
 from laneway import Engine, Model
+from laneway.terminal import TerminalText, harmless, is_terminal
 
 REFRESH_SECONDS = 0.1
 """How often what is live on a terminal is drawn again."""
@@ -34,7 +35,7 @@ def completion_request(engine: Engine, model: Model, messages: Any, **fields: An
 
 def wants_live_view() -> bool:
     """Whether standard output is a terminal that can be drawn on."""
-    return sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal
+    return is_terminal(sys.stdout) and not rich.console.Console().is_dumb_terminal
 
 
 class LabelledLines:
@@ -98,11 +99,11 @@ def side_by_side(panes: Sequence[Pane], console: rich.console.Console, lines: in
 
 def _frame(pane: Pane, console: rich.console.Console, width: int, height: int) -> rich.panel.Panel:
     # Text objects, because brackets in what a model says must not be read as markup.
-    wrapped = rich.text.Text(pane.text).wrap(console, width - 4)
+    wrapped = rich.text.Text(harmless(pane.text)).wrap(console, width - 4)
     return rich.panel.Panel(
         rich.text.Text("\n").join(wrapped[-height:]),
-        title=rich.text.Text(pane.title),
-        subtitle=rich.text.Text(pane.status),
+        title=rich.text.Text(harmless(pane.title, one_line=True)),
+        subtitle=rich.text.Text(harmless(pane.status, one_line=True)),
         height=height + 2,
         border_style=pane.style,
     )
@@ -134,8 +135,24 @@ async def redrawn(view: rich.live.Live, picture: Callable[[], rich.console.Rende
     view.update(picture(), refresh=True)
 
 
-def stdout_line(text: str) -> None:
-    """Print a line that whoever reads our output sees at once."""
-    stream: IO[str] = sys.stdout
-    stream.write(text + "\n")
-    stream.flush()
+@final
+class GrowingText:
+    """One text that grows on standard output or in a file, and is seen as it grows."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._safe = TerminalText() if is_terminal(stream) else None
+
+    def add(self, text: str) -> None:
+        """Write more of it."""
+        self._write(text if self._safe is None else self._safe.push(text))
+
+    def end(self) -> None:
+        """Write what was held back."""
+        if self._safe is not None:
+            self._write(self._safe.end())
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._stream.write(text)
+            self._stream.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import trio
 
 from laneway._kvcache._caches import CacheDeletion, CacheEntry, KVCaches
 from laneway._kvcache._retention import CacheRetention
+from laneway.terminal import echo, for_stream
 
 _directory = click.option(
     "--cache-dir",
@@ -61,15 +63,15 @@ def list_command(cache_dir: Path | None) -> None:
     caches = KVCaches(cache_dir)
     entries = trio.run(caches.list)
     if not entries:
-        click.echo(f"no caches in {caches.directory}")
+        echo(f"no caches in {caches.directory}")
         return
     rows = [("KEY", "MODEL", "TOKENS", "SIZE", "AGE"), *map(_row, entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for key, model, *figures in rows:
         shown = [f"{figure:>{width}}" for figure, width in zip(figures, widths[2:], strict=True)]
-        click.echo("  ".join([f"{key:{widths[0]}}", f"{model:{widths[1]}}", *shown]).rstrip())
+        echo("  ".join([f"{key:{widths[0]}}", f"{model:{widths[1]}}", *shown]).rstrip())
     count = f"{len(entries)} cache{'' if len(entries) == 1 else 's'}"
-    click.echo(f"{count}, {_size(sum(entry.bytes for entry in entries))}, in {caches.directory}", err=True)
+    echo(f"{count}, {_size(sum(entry.bytes for entry in entries))}, in {caches.directory}", err=True)
 
 
 @cache.command("delete")
@@ -133,11 +135,11 @@ def prune_command(max_size: float | None, max_idle: float | None, cache_dir: Pat
 
 def _report(ctx: click.Context | None, done: CacheDeletion) -> None:
     for entry in done.deleted:
-        click.echo(f"deleted {_name(entry)}")
+        echo(f"deleted {_name(entry)}")
     count = f"{len(done.deleted)} cache{'' if len(done.deleted) == 1 else 's'}"
-    click.echo(f"deleted {count}, {_size(done.bytes)}", err=True)
+    echo(f"deleted {count}, {_size(done.bytes)}", err=True)
     for entry in done.in_use:
-        click.echo(f"in use, kept: {_name(entry)}", err=True)
+        echo(f"in use, kept: {_name(entry)}", err=True)
     if done.in_use and ctx is not None:
         ctx.exit(1)
 
@@ -145,12 +147,18 @@ def _report(ctx: click.Context | None, done: CacheDeletion) -> None:
 def _row(entry: CacheEntry) -> tuple[str, ...]:
     key = "(automatic)" if entry.key is None else entry.key
     tokens = "damaged" if entry.damage else str(entry.tokens)
-    return key, entry.model or "?", tokens, _size(entry.bytes), _age(entry.age)
+    key, model = (_field(text) for text in (key, entry.model or "?"))
+    return key, model, tokens, _size(entry.bytes), _age(entry.age)
 
 
 def _name(entry: CacheEntry) -> str:
     what = "an automatic cache" if entry.key is None else entry.key
-    return f"{what} on {entry.model or 'an unknown model'} ({_size(entry.bytes)})"
+    return f"{_field(what)} on {_field(entry.model or 'an unknown model')} ({_size(entry.bytes)})"
+
+
+def _field(text: str) -> str:
+    """A key or a name, which a file tells of itself, as a cell of a table."""
+    return for_stream(text, sys.stdout, one_line=True)
 
 
 def _size(count: float) -> str:

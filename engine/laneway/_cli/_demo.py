@@ -35,6 +35,7 @@ from laneway import (
 )
 from laneway._cli import _answers
 from laneway._cli._answers import LabelledLines, Pane
+from laneway.terminal import echo, harmless
 
 PARALLEL = 4
 WINDOW = 512
@@ -72,10 +73,10 @@ def demo(ctx: click.Context, source: str, max_tokens: int, seed: int, threads: i
     """
     outcome = trio.run(_demo, source, max_tokens, seed, threads)
     for problem in outcome.problems:
-        click.echo(f"laneway: demo: {problem}", err=True)
+        echo(f"laneway: demo: {problem}", err=True)
     if outcome.problems:
         ctx.exit(1)
-    click.echo("All of it happened as it should.")
+    echo("All of it happened as it should.")
 
 
 async def _demo(source: str, max_tokens: int, seed: int, threads: int | None) -> Outcome:
@@ -419,7 +420,7 @@ def summary(outcome: Outcome) -> rich.table.Table:
             str(stats.generated_tokens),
             _figure(stats.tokens_per_second, 1),
             _figure(stats.average_concurrent_sequences, 2),
-            rich.text.Text(_end(outcome, chat)),
+            rich.text.Text(harmless(_end(outcome, chat), one_line=True)),
         )
     return table
 
@@ -457,7 +458,7 @@ class Lines:
     QUEUE_SECONDS = 0.5
     """How often the queue gets a line."""
 
-    def __init__(self, write: Callable[[str], None] = _answers.stdout_line) -> None:
+    def __init__(self, write: Callable[[str], None] = echo) -> None:
         self._write = write
         self._texts = LabelledLines(write, width=100)
         self._queue_shown_at = -math.inf
@@ -536,7 +537,7 @@ class Picture:
         lines = [self._queue, *events, *[""] * (self.EVENTS - len(events))]
         return rich.console.Group(
             _answers.side_by_side(panes, self._console, min(24, self._console.height - below)),
-            rich.text.Text("\n".join(lines), no_wrap=True, overflow="ellipsis"),
+            rich.text.Text(harmless("\n".join(lines)), no_wrap=True, overflow="ellipsis"),
         )
 
 

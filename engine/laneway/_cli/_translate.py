@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +16,8 @@ import trio
 
 from laneway import BatchEvent, Done, Engine, Model, Progress, TextDelta, open_engine
 from laneway._cli import _answers
+from laneway._cli._answers import GrowingText
+from laneway.terminal import TerminalText, harmless
 
 LINES_AT_A_TIME = 64
 """Lines that a language model is given in one request."""
@@ -32,6 +34,12 @@ LINES_AT_A_TIME = 64
 )
 @click.option("--beam-size", type=click.IntRange(1, 64), help="Look further for better words (translation models).")
 @click.option("--context", metavar="TEXT", help="What the text is about (language models).")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="The longest translation of a line, in tokens (language models; default: by the line's length).",
+)
 @click.option("-p", "--parallel", type=int, help="Lines at a time (language models; default: 4).")
 @click.option("--threads", type=int, help="CPU threads.")
 def translate(model: str, file: str, **options: Any) -> None:
@@ -39,6 +47,8 @@ def translate(model: str, file: str, **options: Any) -> None:
 
     MODEL is an .argosmodel package, a directory of them or a CTranslate2 model; or a language model, by its path or a
     name that was pulled.  Line breaks, blank lines and indentation stay as they are.
+
+    The exit status is 1, and standard error names the lines, where the model came to no end and a line was cut.
     """
     trio.run(_translate, model, file, Settings(**options))
 
@@ -53,6 +63,7 @@ class Settings:
     packages: tuple[str, ...]
     beam_size: int | None
     context: str | None
+    max_tokens: int | None
     parallel: int | None
     threads: int | None
 
@@ -71,8 +82,33 @@ async def _translate(source: str, file: str, settings: Settings) -> None:
                 if stream.isatty() and not text.endswith("\n"):
                     write("\n")  # or the prompt of the shell would stand behind the last word
     if cut:
-        places = "a sentence was" if cut == 1 else f"{cut} sentences or lines were"
-        click.echo(f"laneway: warning: {places} cut at the longest length: the model did not come to an end", err=True)
+        raise click.ClickException(_report(cut))
+
+
+@attrs.frozen
+class Cut:
+    """A translation that is not whole: of which line, counted from 1, and why; None for a text as a whole."""
+
+    line: int | None
+    why: str
+
+
+LINES_NAMED = 10
+"""Lines that were cut, as many as an error names."""
+_REASONS = {
+    "length": "the model came to no end",
+    "loop": "the model repeated itself",
+    "thought": "the model thought and gave no answer",
+}
+
+
+def _report(cut: Sequence[Cut]) -> str:
+    if cut[0].line is None:
+        return f"the translation is not whole: {_REASONS['length']} of a sentence, which was cut at the longest length"
+    count = "1 line was" if len(cut) == 1 else f"{len(cut)} lines were"
+    named = [f"{one.line} ({_REASONS.get(one.why, one.why)})" for one in cut[:LINES_NAMED]]
+    more = f" and {len(cut) - LINES_NAMED} more" if len(cut) > LINES_NAMED else ""
+    return f"the translation is not whole: {count} cut: {', '.join(named)}{more}"
 
 
 def _check(model: Model, settings: Settings) -> None:
@@ -82,9 +118,11 @@ def _check(model: Model, settings: Settings) -> None:
             raise click.UsageError("say which language to translate into: --to de")
         if settings.beam_size is not None:
             raise click.UsageError(f"--beam-size is for translation models, and {model.name} is a language model")
-    elif settings.context is not None or settings.parallel is not None:
-        option = "--parallel" if settings.context is None else "--context"
-        raise click.UsageError(f"{option} is for language models, and {model.name} is a translation model")
+        return
+    given = {"--context": settings.context, "--max-tokens": settings.max_tokens, "--parallel": settings.parallel}
+    for option, value in given.items():
+        if value is not None:
+            raise click.UsageError(f"{option} is for language models, and {model.name} is a translation model")
 
 
 def _read(file: str) -> str:
@@ -103,7 +141,7 @@ Report = Callable[[Progress], None]
 
 async def _with_translation_model(
     engine: Engine, model: Model, text: str, settings: Settings, write: Write, report: Report
-) -> int:
+) -> list[Cut]:
     given = {"source": settings.source, "target": settings.target, "beam_size": settings.beam_size}
     fields = {name: value for name, value in given.items() if value is not None}
     request = engine.operation(model, "nmt").request_type(text, **fields)
@@ -114,30 +152,35 @@ async def _with_translation_model(
             elif isinstance(event, Progress):
                 report(event)
         result = await run.result()
-    return int(result.stop_reason == "length")
+    return [Cut(None, "length")] if result.stop_reason == "length" else []
 
 
 async def _with_language_model(
     engine: Engine, model: Model, text: str, settings: Settings, write: Write, report: Report
-) -> int:
+) -> list[Cut]:
     """Line by line: a model that is shown the whole would not keep its lines apart."""
     lines = text.splitlines(keepends=True)
     make = engine.operation(model, "translate").request_type
-    source, cut = settings.source, 0
+    given = {"context": settings.context, "max_tokens": settings.max_tokens}
+    fields = {name: value for name, value in given.items() if value is not None}
+    source = settings.source
+    cut: list[Cut] = []
     for start in range(0, len(lines), LINES_AT_A_TIME):
         some = lines[start : start + LINES_AT_A_TIME]
-        request = make(some, target=settings.target, source=source, context=settings.context)
+        request = make(some, target=settings.target, source=source, **fields)
         in_order = _InOrder(len(some), write)
         async with engine.run(model, "translate", request) as run:
             async for event in run:
                 if isinstance(event, BatchEvent) and isinstance(event.event, TextDelta):
                     in_order.add(int(event.id), event.event.text)
                 elif isinstance(event, BatchEvent) and isinstance(event.event, Done):
-                    cut += event.event.stop_reason == "length"
                     in_order.end(int(event.id))
                 elif isinstance(event, Progress):
                     report(attrs.evolve(event, done=start + event.done, total=len(lines), unit="line"))
             result = await run.result()
+        for number, one in enumerate(result.translations, start + 1):
+            if one.cut is not None:
+                cut.append(Cut(number, one.cut))
         if source is None and result.source is not None:
             source = result.source.code  # one language for the whole file
     return cut
@@ -186,7 +229,9 @@ def _shown(stream: IO[str], file: str) -> Iterator[tuple[Write, Report]]:
     """What writes text and what shows progress; a bar is drawn for files, where there is a terminal for it."""
     console = rich.console.Console(stderr=True)
     if file == "-" or not console.is_terminal:
-        yield _plain_writer(stream), lambda progress: None
+        text = GrowingText(stream)
+        yield text.add, lambda progress: None
+        text.end()
         return
     columns = (
         rich.progress.TextColumn("{task.description}", markup=False),
@@ -199,22 +244,14 @@ def _shown(stream: IO[str], file: str) -> Iterator[tuple[Write, Report]]:
     if to_screen:
         console = rich.console.Console()
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(Path(file).name, total=None, unit="sentence")
-        lines = _ScreenLines(console)
+        task = bar.add_task(harmless(Path(file).name, one_line=True), total=None, unit="sentence")
+        lines = _ScreenLines(console) if to_screen else GrowingText(stream)
 
         def report(progress: Progress) -> None:
             bar.update(task, completed=progress.done, total=progress.total, unit=progress.unit)
 
-        yield (lines.write if to_screen else _plain_writer(stream)), report
+        yield lines.add, report
         lines.end()
-
-
-def _plain_writer(stream: IO[str]) -> Write:
-    def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
-
-    return write
 
 
 class _ScreenLines:
@@ -222,16 +259,21 @@ class _ScreenLines:
 
     def __init__(self, console: rich.console.Console) -> None:
         self._console = console
+        self._safe = TerminalText()
         self._begun = ""
 
-    def write(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Print the lines that are whole."""
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._begun = (self._begun + self._safe.push(text)).split("\n")
         for line in lines:
-            self._console.print(line.removesuffix("\r"), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._print(line)
 
     def end(self) -> None:
         """Print the rest."""
-        if self._begun:
-            self._console.print(self._begun, markup=False, highlight=False, emoji=False, soft_wrap=True)
-            self._begun = ""
+        rest = self._begun + self._safe.end()
+        self._begun = ""
+        if rest:
+            self._print(rest)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
