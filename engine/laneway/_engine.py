@@ -434,17 +434,21 @@ class Engine:
         )
 
     def cancel(self, request_id: str, reason: str = "cancelled by id") -> int:
-        """Cancel a request by its id and return how many live requests that reached (rule C3).
+        """Cancel a request by its id and return how many requests end because of this call (rule C3).
 
-        A waiter has left the queue when this returns, a running request leaves at the next step.  An id that nobody
-        has is remembered for 30 s, and ends the request that comes with it (rule C5).
+        A waiter has left the queue when this returns, a running request leaves at the next step.  A request that is
+        cancelling already counts 0 and keeps its first reason.  An id that no live request has is remembered for 30 s,
+        and ends the request that comes with it (rule C5).
         """
         return self._registry.cancel(request_id, reason)
 
     def cancel_all(
         self, *, model: Model | None = None, kind: str | None = None, reason: str = "cancelled with others"
     ) -> int:
-        """Cancel the live requests on ``model`` and of ``kind``, None meaning any, and return how many those are."""
+        """Cancel the live requests on ``model`` and of ``kind``, None meaning any.
+
+        Returns how many requests end because of this call, as :meth:`cancel` does.
+        """
         return self._registry.cancel_many(
             (
                 request

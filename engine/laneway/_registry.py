@@ -371,7 +371,7 @@ class Registry:
 
     @trio.lowlevel.enable_ki_protection
     def cancel(self, request_id: str, reason: str) -> int:
-        """Cancel by id; how many live requests that reached.  An unknown id is remembered (rule C5)."""
+        """Cancel by id; how many ends that caused (rule C3).  An unknown id is remembered (rule C5)."""
         # Raises in a foreign thread, before anything has changed.
         now = trio.current_time()
         request = self._live.get(request_id)
@@ -387,21 +387,23 @@ class Registry:
 
     @trio.lowlevel.enable_ki_protection
     def cancel_request(self, request: Request, reason: str) -> int:
-        """Cancel a live request, and with scope ``model`` all that share its scope (rule C1)."""
+        """Cancel a live request, and with scope ``model`` all that share its scope (rule C1).
+
+        Returns how many ends that caused: a request that is cancelling already ends for its first reason (rule C3).
+        """
         if request.state is State.RUNNING and request.operation.scope is Scope.MODEL:
             group = self._group(request)
         else:
             group = [request]
-        self._cancel_each(group, reason)
-        return len(group)
+        return self._cancel_each(group, reason)
 
-    def _cancel_each(self, requests: Iterable[Request], reason: str) -> None:
-        for request in _in_order_of_leaving(requests):
-            self._cancel_one(request, reason)
+    def _cancel_each(self, requests: Iterable[Request], reason: str) -> int:
+        return sum(self._cancel_one(request, reason) for request in _in_order_of_leaving(requests))
 
-    def _cancel_one(self, request: Request, reason: str) -> None:
+    def _cancel_one(self, request: Request, reason: str) -> bool:
+        """Cancel one request and nothing that shares its scope; whether this is what ends it."""
         if request.state not in (State.WAITING, State.RUNNING):
-            return
+            return False
         was_waiting = request.state is State.WAITING
         request.cancel_reason = reason
         self._advance(request, Happening.CANCEL)
@@ -413,6 +415,7 @@ class Registry:
         else:
             # The native work goes on under this id, but its reader need not wait for it.
             request.settle(error=self.cancelled_error(request))
+        return True
 
     @trio.lowlevel.enable_ki_protection
     def model_failed(self, model: Model, reason: str) -> None:
@@ -425,12 +428,9 @@ class Registry:
 
     @trio.lowlevel.enable_ki_protection
     def cancel_many(self, requests: Iterable[Request], reason: str) -> int:
-        """Cancel several and return how many they are; none of them is granted a permit on account of it."""
+        """Cancel several and return how many ends that caused; none of them is granted a permit on account of it."""
         trio.current_time()  # raises in a foreign thread, before anything has changed
-        chosen = list(requests)
-        for request in _in_order_of_leaving(chosen):
-            self.cancel_request(request, reason)
-        return len(chosen)
+        return sum(self.cancel_request(request, reason) for request in _in_order_of_leaving(requests))
 
     def shut(self) -> None:
         """Take no more requests."""

@@ -171,8 +171,8 @@ def loses_a_cancel_in_a_crowd(patch: Patch) -> None:
 
     def cancel_some(self: Registry, requests: Iterable[Request], reason: str) -> int:
         chosen = list(requests)
-        cancel_many(self, chosen[:128], reason)
-        return len(chosen)
+        lost = sum(request.state in (State.WAITING, State.RUNNING) for request in chosen[128:])
+        return cancel_many(self, chosen[:128], reason) + lost
 
     patch.setattr(Registry, "cancel_many", cancel_some)
 
@@ -181,9 +181,8 @@ def loses_a_cancel_in_a_crowd(patch: Patch) -> None:
 def lets_in_on_the_way_out(patch: Patch) -> None:
     """C3: those of one scope leave the queue oldest first, and let each other in."""
 
-    def cancel_each(self: Registry, requests: Iterable[Request], reason: str) -> None:
-        for request in requests:
-            self._cancel_one(request, reason)
+    def cancel_each(self: Registry, requests: Iterable[Request], reason: str) -> int:
+        return sum(self._cancel_one(request, reason) for request in requests)
 
     patch.setattr(Registry, "_cancel_each", cancel_each)
 
@@ -195,8 +194,7 @@ def lets_a_waiter_cancel_those_who_run(patch: Patch) -> None:
     def cancel_request(self: Registry, request: Request, reason: str) -> int:
         common = request.operation.scope is Scope.MODEL
         group = self._group(request) if common else [request]
-        self._cancel_each(group, reason)
-        return len(group) if request.state is State.RUNNING else 1
+        return self._cancel_each(group, reason)
 
     patch.setattr(Registry, "cancel_request", cancel_request)
 

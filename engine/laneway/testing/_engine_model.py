@@ -357,9 +357,7 @@ class EngineModel:
     def cancel_all(self, model: LoadedModel | None, kind: str | None, reason: str, now: float) -> list[Job]:
         """C3: the broad form."""
         chosen = [job for job in self.live if model in (None, job.on) and kind in (None, job.ask.kind)]
-        for job in chosen:
-            self._doom([job], reason, now)
-        return chosen
+        return self._doom(chosen, reason, now)
 
     def unload(self, model: LoadedModel, now: float) -> None:
         """C8: the barrier goes up, everything on the model ends."""
@@ -381,13 +379,14 @@ class EngineModel:
         reached = [job]
         if job.state == "running" and job.operation.scope is laneway.Scope.MODEL:
             reached = [other for other in self.live if other.same_scope(job)]
-        self._doom(reached, reason, now)
-        return reached
+        return self._doom(reached, reason, now)
 
-    def _doom(self, jobs: Iterable[Job], reason: str, now: float) -> None:
-        for job in jobs:
-            if job.live and job.doom is None:
-                job.doom, job.doomed_at = reason, now
+    def _doom(self, jobs: Iterable[Job], reason: str, now: float) -> list[Job]:
+        """C3: a request that is cancelling already keeps its first reason.  Returns those that end because of this."""
+        reached = [job for job in jobs if job.live and job.doom is None]
+        for job in reached:
+            job.doom, job.doomed_at = reason, now
+        return reached
 
     # What was seen to happen, in order.
 
