@@ -53,7 +53,7 @@ class LlamaGrammar:
 
     def allowed(self, tokens: list[int]) -> set[int]:
         """Those of ``tokens`` that may come next."""
-        data = (_TokenData * len(tokens))(*((token, 1.0, 0.0) for token in tokens))
+        data = (_TokenData * len(tokens))(*(_TokenData(token, 1.0, 0.0) for token in tokens))
         array = _TokenDataArray(data, len(tokens), -1, False)
         self._lib.llama_sampler_apply(self._sampler, ctypes.byref(array))
         return {entry.id for entry in data if entry.logit > -math.inf}
