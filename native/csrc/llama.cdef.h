@@ -50,7 +50,7 @@ const char *laneway_system_info(void);
 int32_t laneway_has_gpu(void);
 
 // llama.cpp's log lines wait in a ring until they are taken; lines below level are dropped at once.
-// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error; 6 is a warning of our own.
+// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error.
 void laneway_log_level(int32_t level);
 int32_t laneway_log_waiting(void);
 // Takes the oldest line; returns its level, 0 if there is none.

@@ -78,10 +78,8 @@ def test_what_is_shown_is_short() -> None:
     assert shown([1.5, None]) == "[1.5, None]"
 
 
-SAMPLING = {
-    name: 0
-    for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "top_k", "top_logprobs")
-} | {"repeat_penalty": 1, "seed": 1}
+_ZEROS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "top_k", "top_logprobs")
+SAMPLING = dict.fromkeys(_ZEROS, 0) | {"repeat_penalty": 1, "seed": 1}
 
 
 @pytest.mark.parametrize("name", SAMPLING)
