@@ -340,7 +340,9 @@ class DecodeLoop:
         # All of them first: a drop that fails takes from nobody what this step has made.
         self._undelivered.extend([(self._streams[output.sequence], output, now) for output in outputs])
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.error is not None:
+                log.warning("a sequence of model %r has ended: %s", self._model, output.error.reason)
+            if output.ended:
                 self._retire(self._streams[output.sequence])
 
     def _interrupted(self, step: Step) -> None:
@@ -402,8 +404,9 @@ class DecodeLoop:
         # What had been made before is theirs, and maybe all that they wanted.
         self._deliver()
         # The slots are not dropped here: this loop decodes no more, they go with the decoder.
-        for tokens in list(self._streams.values()):
-            error = DecodeError(reason, sequences=len(self._streams))
+        streams = list(self._streams.values())
+        for tokens in streams:
+            error = DecodeError(reason, sequences=len(streams))
             error.__cause__ = cause
             tokens.fail(error)
             self._forget(tokens)

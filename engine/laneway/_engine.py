@@ -13,7 +13,6 @@ own cancel from its body, and a nursery around it would wrap the body's errors i
 from __future__ import annotations
 
 import logging
-import math
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -37,6 +36,7 @@ from laneway._registry import Registry
 from laneway._run import Run
 from laneway._snapshot import EngineSnapshot, LaneSnapshot, ModelSnapshot, RequestSnapshot
 from laneway._sources import parse_source
+from laneway.validators import is_number, is_whole, shown
 
 if TYPE_CHECKING:
     import os
@@ -625,16 +625,16 @@ async def _outlast(event: trio.Event) -> None:
 
 
 def _check_queue(queue_limit: Any, queue_timeout: Any) -> None:
-    if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 0:
-        raise ValueError(f"queue_limit must be an int of at least 0, not {queue_limit!r}")
+    if not is_whole(queue_limit) or queue_limit < 0:
+        raise ValueError(f"queue_limit must be an int of at least 0, not {shown(queue_limit)}")
     _check_seconds(queue_timeout, "queue_timeout")
 
 
 def _check_seconds(value: Any, what: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
-        raise ValueError(f"{what} must be seconds of at least 0, or None, not {value!r}")
+    if not is_number(value) or value < 0:
+        raise ValueError(f"{what} must be seconds of at least 0, or None, not {shown(value)}")
 
 
 def _check_run(opening: _OpenRun) -> Overflow | None:

@@ -276,8 +276,8 @@ class Tokens:
         """Take one step's output, ``now`` being when its token came."""
         if self._ended.is_set():
             return
-        # An end token is no part of the answer, and its time is none of a token's.
-        made = output.tokens - (output.finish_reason == "eos")
+        # A closing token is no part of the answer, and its time is none of a token's.
+        made = output.tokens - output.closed
         if made:
             self._received += made
             if self._first_token_at is None:
@@ -285,7 +285,9 @@ class Tokens:
             self._last_token_at = now
         if output.text or output.logprob is not None:
             self._push(output)
-        if output.finish_reason is not None:
+        if output.error is not None:
+            self.fail(output.error)
+        elif output.finish_reason is not None:
             self._reason = output.finish_reason
             self._end()
 

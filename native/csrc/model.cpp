@@ -59,7 +59,13 @@ int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mo
             }
             throw Failure(LANEWAY_LOAD_FAILED, reason.text("llama.cpp gives no reason"));
         }
-        *model = new laneway_model{loaded, llama_model_get_vocab(loaded)};
+        try {
+            const llama_vocab *vocabulary = llama_model_get_vocab(loaded);
+            *model = new laneway_model{loaded, vocabulary, laneway::Pieces(vocabulary)};
+        } catch (...) {
+            llama_model_free(loaded);
+            throw;
+        }
     });
 }
 

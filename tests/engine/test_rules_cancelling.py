@@ -629,6 +629,37 @@ async def test_C11_three_failed_steps_in_a_row_fail_the_model(autojump_clock: tr
         await b.engine.unload_model(b.model)
 
 
+async def test_C11_every_sequence_that_goes_with_the_model_is_told_the_same_number(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    ends: dict[str, Any] = {}
+    async with bench(parallel=4, fail_drop={1: laneway.DecodeError("cannot drop")}, prefix_cache=False) as b:
+        async with trio.open_nursery() as nursery:
+            for name, max_tokens in (("ends", 3), ("one", 30), ("two", 30), ("three", 30)):
+                nursery.start_soon(_end_of, b, "generate", Generate(PROMPT, max_tokens), ends, name)
+        failed = [end for end, _ in ends.values() if isinstance(end, laneway.DecodeError)]
+        # The one whose slot could not be dropped had its answer, but it was in the loop as well.
+        assert [error.sequences for error in failed] == [4, 4, 4]
+        assert b.model.state == "failed"
+
+
+async def test_C11_four_runs_of_one_failed_call_are_told_the_same_number(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    ends: dict[str, Any] = {}
+
+    def explode(number: int, batch: laneway.decoder.StepBatch) -> None:
+        if len(batch.chunks) == 4:
+            raise AssertionError("a bug")
+
+    async with bench(parallel=4, at_step=explode) as b:
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(_end_of, b, "generate", Generate((number + 1, 2, 3), 30), ends, str(number))
+        errors = [end for end, _ in ends.values()]
+        assert [(type(error), error.sequences) for error in errors] == [(laneway.DecodeError, 4)] * 4
+
+
 async def test_C11_failures_that_are_not_in_a_row_do_not(autojump_clock: trio.testing.MockClock) -> None:
     error = laneway.DecodeError("a hiccup")
     async with bench(parallel=1, fail_at={1: error, 2: error, 5: error, 6: error}) as b:
