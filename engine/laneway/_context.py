@@ -48,6 +48,11 @@ class Context:
         """Figures over all sequences of this request so far."""
         return collect_stats(self._request)
 
+    @property
+    def cancel_asked(self) -> bool:
+        """Whether the request ends because of a call of ``cancel()`` or ``cancel_all()``."""
+        return self._request.cancel_asked
+
     def put(self, event: object) -> None:
         """Hand an event to the reader without ever waiting: what a ``deliver`` callback wants."""
         self._request.put(event)

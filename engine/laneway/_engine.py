@@ -456,6 +456,7 @@ class Engine:
                 if (model is None or request.model is model) and (kind is None or request.kind == kind)
             ),
             reason,
+            asked=True,
         )
 
     async def wait_ended(self, request_id: str) -> None:
@@ -576,7 +577,7 @@ class _OpenRun:
             raise RuntimeError("a run can be entered once: call engine.run() again for another request")
         self._entered = True
         self._live = await self.engine._admit(self)
-        self._run = Run(self._live)
+        self._run = Run(self._live, self.engine._registry.run_dropped)
         return self._run
 
     @trio.lowlevel.enable_ki_protection

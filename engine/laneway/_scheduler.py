@@ -172,6 +172,8 @@ class Output:
     """Whether the last of the tokens is a closing one: it ended the answer and is no part of it."""
     error: DecodeError | None = None
     """Why the sequence was given no token more: it has ended, its peers have not."""
+    held: str = ""
+    """Text that was made and is held back: it may become a stop string.  Empty once the answer has ended."""
     slot_to_drop: int | None = None
     """Set with ``finish_reason`` or ``error``: drop it in the decoder, then :meth:`Scheduler.release` it."""
 
@@ -686,7 +688,7 @@ class Scheduler:
             if reason is not None or assembler.stopped is not None:
                 break
         else:
-            return Output(sequence, taken, text, logprob)
+            return Output(sequence, taken, text, logprob, held=assembler.held)
         # In cells is what was picked, but for the last: nothing came after it, unless a token was looked for in vain.
         picked = [tokens[slot] for tokens in rounds if slot in tokens]
         sequence.beyond = tuple(picked[taken - 1 : None if failure is not None else -1])

@@ -62,6 +62,11 @@ class TextAssembler:
         self._state = 0
         self._held = ""  # the end of the text that may yet become a stop string
 
+    @property
+    def held(self) -> str:
+        """What is held back because it may yet become a stop string, in whole characters."""
+        return self._held
+
     def push(self, piece: bytes) -> str:
         """Take the bytes of one more token and return the text that is safe now, maybe none.
 

@@ -118,6 +118,7 @@ class Tokens:
         self._entered = False
         self._received = 0
         self._parts: list[str] = []
+        self._held = ""
         self._logprobs: list[TokenLogprob] = []
         self._unread: TextDelta | None = None
         self._reason: StopReason | None = None
@@ -217,6 +218,11 @@ class Tokens:
         return "".join(self._parts)
 
     @property
+    def made(self) -> str:
+        """:attr:`text`, and what is held back because it may become a stop string: what a cancelled answer had."""
+        return self.text + self._held
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens so far, without the end token: those that :attr:`text` is of.
 
@@ -283,6 +289,7 @@ class Tokens:
             if self._first_token_at is None:
                 self._first_token_at = now
             self._last_token_at = now
+        self._held = output.held
         if output.text or output.logprob is not None:
             self._push(output)
         if output.error is not None:
