@@ -255,23 +255,27 @@ class DecodeLoop:
         assert slot is not None
         if opening.keep == 0:
             self._empty(slot)
+        self._share(opening, slot)
+        if opening.load:
+            await self._load(sequence, slot)
+        if not self.scheduler.follows(sequence):
+            self._streams[sequence].restore = None  # it may be large
+        if opening.opens:
+            self._open_sampler(sequence, slot)
+
+    def _share(self, opening: Opening, slot: int) -> None:
+        """Let a slot keep or copy the cells of a prefix; it is empty if that fails."""
         try:
             if opening.keep:
                 self.decoder.cut(slot, opening.keep)
             if opening.copy_from is not None:
-                self.decoder.copy(opening.copy_from, slot, sequence.computed)
+                self.decoder.copy(opening.copy_from, slot, opening.sequence.computed)
         except DecodeError as error:
             # Cells that have slid out of the model's window, say.
             log.info("a prefix of model %r cannot be shared, so it is computed anew: %s", self._model, error.reason)
             if opening.keep:
                 self._empty(slot)
-            self.scheduler.missed(sequence)
-        if opening.load:
-            await self._load(sequence)
-        if not self.scheduler.follows(sequence):
-            self._streams[sequence].restore = None  # it may be large
-        if opening.opens:
-            self._open_sampler(sequence, slot)
+            self.scheduler.missed(opening.sequence)
 
     def _open_sampler(self, sequence: Sequence, slot: int) -> None:
         try:
@@ -284,18 +288,19 @@ class DecodeLoop:
             self._forget(tokens)
             tokens.fail(error)
 
-    async def _load(self, sequence: Sequence) -> None:
+    async def _load(self, sequence: Sequence, slot: int) -> None:
         restore = self._streams[sequence].restore
         assert restore is not None
-        assert sequence.slot is not None
         try:
-            load = self.decoder.load(sequence.slot, restore.data, sequence.computed, verified=True)
+            load = self.decoder.load(slot, restore.data, sequence.computed, verified=True)
             await _beside(load, self._deliver_beside)
         except DecodeError as error:
             log.warning(
                 "a saved state of model %r could not be loaded, so it is computed anew: %s", self._model, error.reason
             )
-            self.scheduler.missed(sequence)
+            opening = self.scheduler.not_loaded(sequence)
+            if opening is not None:
+                self._share(opening, slot)
 
     async def _save(self, tokens: Tokens) -> None:
         """Copy the state of a sequence that has ended, then free its slot."""

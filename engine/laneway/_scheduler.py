@@ -373,6 +373,21 @@ class Scheduler:
         assert sequence.computed == sequence.cached
         sequence.computed = sequence.cached = sequence.restored = 0
 
+    def not_loaded(self, sequence: Sequence) -> Opening | None:
+        """Its saved state did not load, and its slot is empty: look for a prefix in memory instead.
+
+        Returns what to copy, if there is something now.  It may also wait for another's cells, see :meth:`follows`.
+        """
+        self.missed(sequence)
+        sequence.restorable = 0
+        source, length, leader = self._find_prefix(sequence)
+        if leader is not None:
+            self._followers[sequence] = leader
+        elif source is not None:
+            sequence.computed = sequence.cached = length
+            return Opening(sequence=sequence, copy_from=source, opens=False)
+        return None
+
     def follows(self, sequence: Sequence) -> bool:
         """Whether a sequence waits for another's cells.  It may yet load its saved state, should they not come."""
         return sequence in self._followers
