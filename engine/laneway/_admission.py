@@ -76,6 +76,8 @@ from typing import TYPE_CHECKING, Final, final
 
 import attrs
 
+from laneway.validators import is_whole, shown
+
 if TYPE_CHECKING:
     from laneway._errors import RejectionReason
 
@@ -166,8 +168,8 @@ def check_parallel(value: object) -> int:
 
     :raises ValueError: it is anything else, True and whole floats included.  The message names the range.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_PARALLEL:
-        raise ValueError(f"parallel must be an int from 1 to {MAX_PARALLEL}, not {value!r}")
+    if not is_whole(value) or not 1 <= value <= MAX_PARALLEL:
+        raise ValueError(f"parallel must be an int from 1 to {MAX_PARALLEL}, not {shown(value)}")
     return value
 
 
@@ -180,7 +182,9 @@ def normalise_cap(value: float) -> float:
     :raises ValueError: it is NaN, which no rounding mends.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"a cap is an int or a float, not {value!r}; use math.inf for none")
+        raise TypeError(f"a cap is an int or a float, not {shown(value)}; use math.inf for none")
+    if isinstance(value, int):
+        return max(1, value)  # which may be beyond every float
     if math.isnan(value):
         raise ValueError("a cap cannot be NaN; use math.inf for none")
     if math.isinf(value):
@@ -227,8 +231,8 @@ class Admission:
     )
 
     def __init__(self, parallel: int, queue_limit: int = QUEUE_LIMIT) -> None:
-        if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 0:
-            raise ValueError(f"queue_limit must be an int of at least 0, not {queue_limit!r}")
+        if not is_whole(queue_limit) or queue_limit < 0:
+            raise ValueError(f"queue_limit must be an int of at least 0, not {shown(queue_limit)}")
         self.parallel: Final = check_parallel(parallel)
         self.queue_limit: Final = queue_limit
         self._next_number = 1

@@ -11,6 +11,7 @@ from laneway._errors import InvalidRequestError, ModelNotLoadedError
 from laneway._kvcache._turns import CacheTurn
 from laneway._run import collect_stats
 from laneway._scheduler import Sequence, common_prefix
+from laneway._text import control_tokens
 from laneway._tokens import Tokens
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Context:
         """Figures over all sequences of this request so far."""
         return collect_stats(self._request)
 
+    @property
+    def cancel_asked(self) -> bool:
+        """Whether the request ends because of a call of ``cancel()`` or ``cancel_all()``."""
+        return self._request.cancel_asked
+
     def put(self, event: object) -> None:
         """Hand an event to the reader without ever waiting: what a ``deliver`` callback wants."""
         self._request.put(event)
@@ -72,6 +78,9 @@ class Context:
     ) -> Tokens:
         """Ask for an answer to ``prompt``.  Enter the result to let the sequence join the next step.
 
+        ``stop``: strings that end the answer and are no part of it.  One that is the whole text of a control token also
+        stands for that token, whose text is never a part of an answer.
+
         ``restore``: what it has in common with the prompt need not be computed, but for the prompt's last token.  A
         state that does not load counts as none, and is logged; :attr:`Tokens.restored` tells.  ``keep_state``: let
         :meth:`Tokens.saved_state` give what was in cells when the sequence ended.
@@ -92,6 +101,10 @@ class Context:
             raise InvalidRequestError(f"must be at least 1, or None, not {max_tokens!r}", "max_tokens")
         if not all(stop):
             raise InvalidRequestError("an empty stop string would stop everything at once", "stop")
+        try:
+            stop_tokens = control_tokens(stop, model.tokenizer)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.reason, "stop") from None
         sequence = Sequence(
             ticket=request.number,
             index=next(self._indexes),
@@ -99,6 +112,7 @@ class Context:
             sampling=sampling,
             max_tokens=max_tokens,
             stop=stop,
+            stop_tokens=stop_tokens,
         )
         if restore is not None:
             sequence.restorable = min(common_prefix(restore.tokens, sequence.prompt), len(prompt) - 1)

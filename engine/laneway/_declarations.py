@@ -251,6 +251,14 @@ class RequestContext(Protocol):
     def stats(self) -> Stats:
         """Figures over all sequences that this request has opened so far."""
 
+    @property
+    def cancel_asked(self) -> bool:
+        """Whether the request ends because of a call of ``cancel()`` or ``cancel_all()``.
+
+        False for a caller that leaves, a deadline, an unload and a closing engine: work that can be resumed is kept
+        then.
+        """
+
     def put(self, event: object) -> None:
         """Hand an event to the reader without ever waiting: what a ``deliver`` callback wants."""
 

@@ -255,23 +255,27 @@ class DecodeLoop:
         assert slot is not None
         if opening.keep == 0:
             self._empty(slot)
+        self._share(opening, slot)
+        if opening.load:
+            await self._load(sequence, slot)
+        if not self.scheduler.follows(sequence):
+            self._streams[sequence].restore = None  # it may be large
+        if opening.opens:
+            self._open_sampler(sequence, slot)
+
+    def _share(self, opening: Opening, slot: int) -> None:
+        """Let a slot keep or copy the cells of a prefix; it is empty if that fails."""
         try:
             if opening.keep:
                 self.decoder.cut(slot, opening.keep)
             if opening.copy_from is not None:
-                self.decoder.copy(opening.copy_from, slot, sequence.computed)
+                self.decoder.copy(opening.copy_from, slot, opening.sequence.computed)
         except DecodeError as error:
             # Cells that have slid out of the model's window, say.
             log.info("a prefix of model %r cannot be shared, so it is computed anew: %s", self._model, error.reason)
             if opening.keep:
                 self._empty(slot)
-            self.scheduler.missed(sequence)
-        if opening.load:
-            await self._load(sequence)
-        if not self.scheduler.follows(sequence):
-            self._streams[sequence].restore = None  # it may be large
-        if opening.opens:
-            self._open_sampler(sequence, slot)
+            self.scheduler.missed(opening.sequence)
 
     def _open_sampler(self, sequence: Sequence, slot: int) -> None:
         try:
@@ -284,18 +288,19 @@ class DecodeLoop:
             self._forget(tokens)
             tokens.fail(error)
 
-    async def _load(self, sequence: Sequence) -> None:
+    async def _load(self, sequence: Sequence, slot: int) -> None:
         restore = self._streams[sequence].restore
         assert restore is not None
-        assert sequence.slot is not None
         try:
-            load = self.decoder.load(sequence.slot, restore.data, sequence.computed, verified=True)
+            load = self.decoder.load(slot, restore.data, sequence.computed, verified=True)
             await _beside(load, self._deliver_beside)
         except DecodeError as error:
             log.warning(
                 "a saved state of model %r could not be loaded, so it is computed anew: %s", self._model, error.reason
             )
-            self.scheduler.missed(sequence)
+            opening = self.scheduler.not_loaded(sequence)
+            if opening is not None:
+                self._share(opening, slot)
 
     async def _save(self, tokens: Tokens) -> None:
         """Copy the state of a sequence that has ended, then free its slot."""
@@ -340,7 +345,9 @@ class DecodeLoop:
         # All of them first: a drop that fails takes from nobody what this step has made.
         self._undelivered.extend([(self._streams[output.sequence], output, now) for output in outputs])
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.error is not None:
+                log.warning("a sequence of model %r has ended: %s", self._model, output.error.reason)
+            if output.ended:
                 self._retire(self._streams[output.sequence])
 
     def _interrupted(self, step: Step) -> None:
@@ -402,8 +409,9 @@ class DecodeLoop:
         # What had been made before is theirs, and maybe all that they wanted.
         self._deliver()
         # The slots are not dropped here: this loop decodes no more, they go with the decoder.
-        for tokens in list(self._streams.values()):
-            error = DecodeError(reason, sequences=len(self._streams))
+        streams = list(self._streams.values())
+        for tokens in streams:
+            error = DecodeError(reason, sequences=len(streams))
             error.__cause__ = cause
             tokens.fail(error)
             self._forget(tokens)

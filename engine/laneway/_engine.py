@@ -13,7 +13,6 @@ own cancel from its body, and a nursery around it would wrap the body's errors i
 from __future__ import annotations
 
 import logging
-import math
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -37,6 +36,7 @@ from laneway._registry import Registry
 from laneway._run import Run
 from laneway._snapshot import EngineSnapshot, LaneSnapshot, ModelSnapshot, RequestSnapshot
 from laneway._sources import parse_source
+from laneway.validators import is_number, is_whole, shown
 
 if TYPE_CHECKING:
     import os
@@ -434,17 +434,21 @@ class Engine:
         )
 
     def cancel(self, request_id: str, reason: str = "cancelled by id") -> int:
-        """Cancel a request by its id and return how many live requests that reached (rule C3).
+        """Cancel a request by its id and return how many requests end because of this call (rule C3).
 
-        A waiter has left the queue when this returns, a running request leaves at the next step.  An id that nobody
-        has is remembered for 30 s, and ends the request that comes with it (rule C5).
+        A waiter has left the queue when this returns, a running request leaves at the next step.  A request that is
+        cancelling already counts 0 and keeps its first reason.  An id that no live request has is remembered for 30 s,
+        and ends the request that comes with it (rule C5).
         """
         return self._registry.cancel(request_id, reason)
 
     def cancel_all(
         self, *, model: Model | None = None, kind: str | None = None, reason: str = "cancelled with others"
     ) -> int:
-        """Cancel the live requests on ``model`` and of ``kind``, None meaning any, and return how many those are."""
+        """Cancel the live requests on ``model`` and of ``kind``, None meaning any.
+
+        Returns how many requests end because of this call, as :meth:`cancel` does.
+        """
         return self._registry.cancel_many(
             (
                 request
@@ -452,6 +456,7 @@ class Engine:
                 if (model is None or request.model is model) and (kind is None or request.kind == kind)
             ),
             reason,
+            asked=True,
         )
 
     async def wait_ended(self, request_id: str) -> None:
@@ -572,7 +577,7 @@ class _OpenRun:
             raise RuntimeError("a run can be entered once: call engine.run() again for another request")
         self._entered = True
         self._live = await self.engine._admit(self)
-        self._run = Run(self._live)
+        self._run = Run(self._live, self.engine._registry.run_dropped)
         return self._run
 
     @trio.lowlevel.enable_ki_protection
@@ -621,16 +626,16 @@ async def _outlast(event: trio.Event) -> None:
 
 
 def _check_queue(queue_limit: Any, queue_timeout: Any) -> None:
-    if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 0:
-        raise ValueError(f"queue_limit must be an int of at least 0, not {queue_limit!r}")
+    if not is_whole(queue_limit) or queue_limit < 0:
+        raise ValueError(f"queue_limit must be an int of at least 0, not {shown(queue_limit)}")
     _check_seconds(queue_timeout, "queue_timeout")
 
 
 def _check_seconds(value: Any, what: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
-        raise ValueError(f"{what} must be seconds of at least 0, or None, not {value!r}")
+    if not is_number(value) or value < 0:
+        raise ValueError(f"{what} must be seconds of at least 0, or None, not {shown(value)}")
 
 
 def _check_run(opening: _OpenRun) -> Overflow | None:

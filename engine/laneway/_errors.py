@@ -188,14 +188,18 @@ class CacheKeyError(LanewayError):
 
 @attrs.define(slots=False, eq=False)
 class DecodeError(LanewayError):
-    """A native step failed.  ``status`` is the backend's code, ``sequences`` how many took part and were ended."""
+    """A native step failed, or gave one of its sequences no token, which ended alone.
+
+    ``status`` is the backend's code, ``sequences`` how many took part and were ended: the same number for all of them.
+    """
 
     reason: str
     status: int = 0
     sequences: int = 0
 
     def __str__(self) -> str:
-        return f"the decode step failed: {self.reason} (status {self.status}, {self.sequences} sequences ended)"
+        ended = "1 sequence" if self.sequences == 1 else f"{self.sequences} sequences"
+        return f"the decode step failed: {self.reason} (status {self.status}, {ended} ended)"
 
 
 @attrs.define(slots=False, eq=False)

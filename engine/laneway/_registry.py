@@ -73,6 +73,7 @@ class Registry:
         self._minted = itertools.count(1)
         self._numbers = itertools.count(1)
         self._ends = trio.lowlevel.ParkingLot()
+        self._token = trio.lowlevel.current_trio_token()
 
     def __repr__(self) -> str:
         return f"<laneway.Registry {len(self._live)} live requests>"
@@ -371,12 +372,12 @@ class Registry:
 
     @trio.lowlevel.enable_ki_protection
     def cancel(self, request_id: str, reason: str) -> int:
-        """Cancel by id; how many live requests that reached.  An unknown id is remembered (rule C5)."""
+        """Cancel by id; how many ends that caused (rule C3).  An unknown id is remembered (rule C5)."""
         # Raises in a foreign thread, before anything has changed.
         now = trio.current_time()
         request = self._live.get(request_id)
         if request is not None:
-            return self.cancel_request(request, reason)
+            return self.cancel_request(request, reason, asked=True)
         self._forget_old(now)
         if request_id not in self._ended:
             self._armed[request_id] = now
@@ -386,22 +387,28 @@ class Registry:
         return 0
 
     @trio.lowlevel.enable_ki_protection
-    def cancel_request(self, request: Request, reason: str) -> int:
-        """Cancel a live request, and with scope ``model`` all that share its scope (rule C1)."""
+    def cancel_request(self, request: Request, reason: str, *, asked: bool = False) -> int:
+        """Cancel a live request, and with scope ``model`` all that share its scope (rule C1).
+
+        Returns how many ends that caused: a request that is cancelling already ends for its first reason (rule C3).
+        """
         if request.state is State.RUNNING and request.operation.scope is Scope.MODEL:
             group = self._group(request)
         else:
             group = [request]
-        self._cancel_each(group, reason)
-        return len(group)
+        return self._cancel_each(group, reason, asked=asked)
 
-    def _cancel_each(self, requests: Iterable[Request], reason: str) -> None:
-        for request in _in_order_of_leaving(requests):
-            self._cancel_one(request, reason)
+    def _cancel_each(self, requests: Iterable[Request], reason: str, *, asked: bool = False) -> int:
+        return sum(self._cancel_one(request, reason, asked=asked) for request in _in_order_of_leaving(requests))
 
-    def _cancel_one(self, request: Request, reason: str) -> None:
+    def _cancel_one(self, request: Request, reason: str, *, asked: bool = False) -> bool:
+        """Cancel one request and nothing that shares its scope; whether this is what ends it.
+
+        ``asked``: it ends because of a call of ``cancel()``; else it ends with its caller, its model or its engine.
+        """
         if request.state not in (State.WAITING, State.RUNNING):
-            return
+            return False
+        request.cancel_asked = asked
         was_waiting = request.state is State.WAITING
         request.cancel_reason = reason
         self._advance(request, Happening.CANCEL)
@@ -413,6 +420,7 @@ class Registry:
         else:
             # The native work goes on under this id, but its reader need not wait for it.
             request.settle(error=self.cancelled_error(request))
+        return True
 
     @trio.lowlevel.enable_ki_protection
     def model_failed(self, model: Model, reason: str) -> None:
@@ -424,13 +432,10 @@ class Registry:
                 request.scope.cancel(reason=reason)
 
     @trio.lowlevel.enable_ki_protection
-    def cancel_many(self, requests: Iterable[Request], reason: str) -> int:
-        """Cancel several and return how many they are; none of them is granted a permit on account of it."""
+    def cancel_many(self, requests: Iterable[Request], reason: str, *, asked: bool = False) -> int:
+        """Cancel several and return how many ends that caused; none of them is granted a permit on account of it."""
         trio.current_time()  # raises in a foreign thread, before anything has changed
-        chosen = list(requests)
-        for request in _in_order_of_leaving(chosen):
-            self.cancel_request(request, reason)
-        return len(chosen)
+        return sum(self.cancel_request(request, reason, asked=asked) for request in _in_order_of_leaving(requests))
 
     def shut(self) -> None:
         """Take no more requests."""
@@ -458,6 +463,22 @@ class Registry:
             return False
         self._cancel_one(request, "its caller left the block")
         return scope is not Scope.NONE or request.started_at is None
+
+    def run_dropped(self, request: Request) -> None:
+        """The run of a live request was collected as garbage, in whatever thread and at whatever moment."""
+        try:
+            self._token.run_sync_soon(self._end_dropped, request)
+        except trio.RunFinishedError:
+            # The loop has ended, and with it everything that the request could hold.
+            return
+
+    @trio.lowlevel.enable_ki_protection
+    def _end_dropped(self, request: Request) -> None:
+        if request.ended.is_set() or not request.attached:
+            return
+        log.warning("request=%s was dropped: nothing can read it, and its block was never left", request.id)
+        self.leave(request)
+        request.discard()
 
     def _cancel_unheard(self, request: Request) -> bool:
         """Cancel what shares the scope of ``request`` if no caller is left to hear of any of it (rule C1)."""

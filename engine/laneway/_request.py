@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
+from laneway._events import BatchEvent, TextDelta
 from laneway._lifecycle import State
 from laneway._outbox import PAUSE_AT, Outbox
 
@@ -41,6 +42,8 @@ class Request:
     attached: bool = True
     """False once the caller has left a request that goes on without it (rule C1)."""
     cancel_reason: str | None = None
+    cancel_asked: bool = False
+    """The end was asked for, with ``cancel()`` or ``cancel_all()``: nothing of what it has made is wanted."""
     doom: Exception | None = None
     """What a waiter ends with whose model has failed."""
     started_at: float | None = None
@@ -53,6 +56,8 @@ class Request:
     """What became of its KV cache."""
     knocking: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     """Around the task that tries a gate which somebody outside has closed."""
+    _said: dict[str | None, list[str]] = attrs.field(factory=dict, init=False, repr=False)
+    """Text by the id of its item, None without one: what a handler without sequences has handed out (rule C6)."""
     closing: bool = False
     """The handler has ended: no more sequences join."""
     result: Any = None
@@ -78,6 +83,8 @@ class Request:
         """
         if self.settled.is_set():
             return
+        if not self.streams:
+            self._keep_said(event)
         self.outbox.put(event)
         self.readable.unpark()
         if self.pausing and self.paused_at is None and self.outbox.full:
@@ -85,6 +92,13 @@ class Request:
             self.stall_scope.deadline = self.paused_at + self.stall_timeout
             for tokens in self.streams:
                 tokens.pause()
+
+    def _keep_said(self, event: object) -> None:
+        item = None
+        if isinstance(event, BatchEvent):
+            item, event = event.id, event.event
+        if isinstance(event, TextDelta):
+            self._said.setdefault(item, []).append(event.text)
 
     def get(self) -> object:
         """Take an event for the reader; raises :class:`IndexError` if there is none."""
@@ -124,6 +138,11 @@ class Request:
             self.unpause()
 
     def made(self) -> tuple[str, tuple[int, ...]]:
-        """Text and tokens of all sequences so far, in the order in which they were asked for."""
-        text = "".join(tokens.text for tokens in self.streams)
+        """Text and tokens of all sequences so far, in the order in which they were asked for.
+
+        Of a handler that asks for no sequences: the text that it has handed out, item by item.
+        """
+        if not self.streams:
+            return "".join(part for parts in self._said.values() for part in parts), ()
+        text = "".join(tokens.made for tokens in self.streams)
         return text, tuple(token for tokens in self.streams for token in tokens.tokens)

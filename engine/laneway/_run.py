@@ -11,6 +11,8 @@ import trio
 from laneway._events import Done, Stats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from laneway._events import StopReason
     from laneway._request import Request
 
@@ -25,11 +27,17 @@ class Run:
     error from the iteration, and again from :meth:`result`.  One task at a time may iterate or await the result.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, on_dropped: Callable[[Request], None]) -> None:
         self._request = request
+        self._on_dropped = on_dropped
         self._busy = False
         self._error_seen = False
         self._done_given = False
+
+    def __del__(self) -> None:
+        # Its block was entered by hand and never left: nothing else would end what only this object can read.
+        if not self._request.ended.is_set():
+            self._on_dropped(self._request)
 
     def __repr__(self) -> str:
         request = self._request

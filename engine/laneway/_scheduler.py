@@ -39,7 +39,7 @@ from laneway.decoder import Chunk, StepBatch
 
 if TYPE_CHECKING:
     from laneway._events import StopReason, TokenLogprob
-    from laneway.decoder import BatchPolicy, Sampling, StepResult
+    from laneway.decoder import BatchPolicy, DecodeError, Sampling, StepResult
 
 __all__ = ["Opening", "Output", "Scheduler", "SchedulerSnapshot", "Sequence", "SequenceState", "Step"]
 
@@ -70,6 +70,8 @@ class Sequence:
     max_tokens: int | None = None
     """At least 1; None: until the window is full."""
     stop: tuple[str, ...] = attrs.field(default=(), repr=False)
+    stop_tokens: frozenset[int] = attrs.field(default=frozenset(), repr=False)
+    """Control tokens that the caller named as stop strings.  Nothing of them is in the text."""
 
     restorable: int = 0
     """How many of the prompt's first tokens, not all of them, a saved state could bring into its cells."""
@@ -83,9 +85,9 @@ class Sequence:
     slot: int | None = attrs.field(default=None, init=False)
     """Kept after the end until the slot has been released."""
     output: list[int] = attrs.field(factory=list, init=False, repr=False)
-    """The answer's tokens.  An end token ends the answer and is no part of it."""
+    """The answer's tokens.  An end token, or one of ``stop_tokens``, ends the answer and is no part of it."""
     finish_reason: StopReason | None = attrs.field(default=None, init=False)
-    """``eos``, ``length`` or ``stop``; None while it runs, and after it was removed or its step failed."""
+    """``eos``, ``length`` or ``stop``; None while it runs, and after it was removed or failed, alone or in its step."""
     paused: bool = attrs.field(default=False, init=False)
     """Set through the scheduler: :meth:`Scheduler.pause` and :meth:`Scheduler.resume`."""
     text: TextAssembler = attrs.field(
@@ -160,14 +162,25 @@ class Output:
 
     sequence: Sequence
     tokens: int
-    """How many it made, an end token included."""
+    """How many it made, a closing token included."""
     text: str
     """More text of the answer, safe to hand out; maybe none."""
     logprob: TokenLogprob | None
-    """Of the one token, if asked for; None for an end token, which is no part of the answer."""
+    """Of the one token, if asked for; None for a closing token."""
     finish_reason: StopReason | None = None
+    closed: bool = False
+    """Whether the last of the tokens is a closing one: it ended the answer and is no part of it."""
+    error: DecodeError | None = None
+    """Why the sequence was given no token more: it has ended, its peers have not."""
+    held: str = ""
+    """Text that was made and is held back: it may become a stop string.  Empty once the answer has ended."""
     slot_to_drop: int | None = None
-    """Set with ``finish_reason``: drop it in the decoder, then :meth:`Scheduler.release` it."""
+    """Set with ``finish_reason`` or ``error``: drop it in the decoder, then :meth:`Scheduler.release` it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the sequence has ended, well or not."""
+        return self.slot_to_drop is not None
 
 
 @final
@@ -360,6 +373,21 @@ class Scheduler:
         assert sequence.computed == sequence.cached
         sequence.computed = sequence.cached = sequence.restored = 0
 
+    def not_loaded(self, sequence: Sequence) -> Opening | None:
+        """Its saved state did not load, and its slot is empty: look for a prefix in memory instead.
+
+        Returns what to copy, if there is something now.  It may also wait for another's cells, see :meth:`follows`.
+        """
+        self.missed(sequence)
+        sequence.restorable = 0
+        source, length, leader = self._find_prefix(sequence)
+        if leader is not None:
+            self._followers[sequence] = leader
+        elif source is not None:
+            sequence.computed = sequence.cached = length
+            return Opening(sequence=sequence, copy_from=source, opens=False)
+        return None
+
     def follows(self, sequence: Sequence) -> bool:
         """Whether a sequence waits for another's cells.  It may yet load its saved state, should they not come."""
         return sequence in self._followers
@@ -387,10 +415,12 @@ class Scheduler:
         rounds = (result.tokens, *result.later)
         outputs = []
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
-            output = self._take_tokens(sequence, chunk.slot, rounds, result.logprobs.get(chunk.slot))
-            sequence.computed += output.tokens
-            sequence.decode_steps += output.tokens
-            sequence.concurrency_sum += sum(map(len, rounds[: output.tokens]))
+            output = self._take_tokens(sequence, chunk.slot, rounds, result)
+            # A round that gave no token has decoded the one before it all the same.
+            decoded = output.tokens + (output.error is not None)
+            sequence.computed += decoded
+            sequence.decode_steps += decoded
+            sequence.concurrency_sum += sum(map(len, rounds[:decoded]))
             outputs.append(output)
         self._pace = result.seconds / len(rounds), len(step.sequences)
         return outputs
@@ -638,25 +668,33 @@ class Scheduler:
                 self._prefilling.remove(sequence)
                 sequence.state = SequenceState.DECODING
                 self._stale = True
-                logprob = result.logprobs.get(chunk.slot)
-                outputs.append(self._take_tokens(sequence, chunk.slot, (result.tokens,), logprob))
+                outputs.append(self._take_tokens(sequence, chunk.slot, (result.tokens,), result))
         return outputs
 
     def _take_tokens(
-        self, sequence: Sequence, slot: int, rounds: tuple[Mapping[int, int], ...], logprob: TokenLogprob | None
+        self, sequence: Sequence, slot: int, rounds: tuple[Mapping[int, int], ...], result: StepResult
     ) -> Output:
         """Append its token of each round to its answer, up to the one that ends it.
 
         If a token does several things at once, a stop string counts before an end token, that before the length.
         """
+        logprob = result.logprobs.get(slot)
+        failure = result.failures.get(slot)
         text, taken = "", 0
         reason: StopReason | None = None
+        closed = False
         assembler = sequence.text
         for tokens in rounds:
-            token = tokens[slot]
+            token = tokens.get(slot)
+            if token is None:
+                assert failure is not None
+                text += assembler.finish()
+                self._retire(sequence)
+                return Output(sequence, taken, text, None, error=failure, slot_to_drop=slot)
             taken += 1
-            if token in self._end_tokens:
-                reason, logprob = "eos", None
+            if token in sequence.stop_tokens or token in self._end_tokens:
+                reason = "stop" if token in sequence.stop_tokens else "eos"
+                closed, logprob = True, None
                 break
             sequence.output.append(token)
             text += assembler.push(self._piece(token))
@@ -665,13 +703,14 @@ class Scheduler:
             if reason is not None or assembler.stopped is not None:
                 break
         else:
-            return Output(sequence, taken, text, logprob)
+            return Output(sequence, taken, text, logprob, held=assembler.held)
+        # In cells is what was picked, but for the last: nothing came after it, unless a token was looked for in vain.
         picked = [tokens[slot] for tokens in rounds if slot in tokens]
-        sequence.beyond = tuple(picked[taken - 1 : -1])
+        sequence.beyond = tuple(picked[taken - 1 : None if failure is not None else -1])
         text += assembler.finish()  # which may complete a stop string, too
         sequence.finish_reason = reason if assembler.stopped is None else "stop"
         self._retire(sequence)
-        return Output(sequence, taken, text, logprob, sequence.finish_reason, slot)
+        return Output(sequence, taken, text, logprob, sequence.finish_reason, closed, slot_to_drop=slot)
 
     def _learn(self, step: Step, seconds: float) -> None:
         """Remember how fast a chunk was, for the size of the next one.

@@ -8,11 +8,36 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable
-from typing import final
+from typing import TYPE_CHECKING, final
 
-__all__ = ["TextAssembler"]
+if TYPE_CHECKING:
+    from laneway.decoder import Tokenizer
+
+__all__ = ["TextAssembler", "control_tokens"]
+
+LONGEST_CONTROL_TEXT = 256
+"""Characters.  The texts of control tokens are shorter, so longer stop strings are not tokenised to find out."""
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def control_tokens(stop: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:
+    """The control tokens whose whole text is one of the ``stop`` strings.
+
+    Such a token has no bytes, so its text never comes up in an answer.  A stop string that has a control token's text
+    and more in it names no token: where one token's text ends is known, but what the rest would have to follow is not.
+    """
+    found = set()
+    for string in stop:
+        if len(string) > LONGEST_CONTROL_TEXT:
+            continue
+        tokens = tokenizer.tokenize(string, bos=False, special=True)
+        if len(tokens) != 1 or tokenizer.piece(tokens[0]):
+            continue
+        # A text that is not in the vocabulary may be the unknown token, which has no bytes either.
+        if tokenizer.tokenize(string, bos=False, special=False) != tokens:
+            found.add(tokens[0])
+    return frozenset(found)
 
 
 @final
@@ -36,6 +61,11 @@ class TextAssembler:
         self._automaton = _StopAutomaton(words) if words else None
         self._state = 0
         self._held = ""  # the end of the text that may yet become a stop string
+
+    @property
+    def held(self) -> str:
+        """What is held back because it may yet become a stop string, in whole characters."""
+        return self._held
 
     def push(self, piece: bytes) -> str:
         """Take the bytes of one more token and return the text that is safe now, maybe none.

@@ -118,6 +118,7 @@ class Tokens:
         self._entered = False
         self._received = 0
         self._parts: list[str] = []
+        self._held = ""
         self._logprobs: list[TokenLogprob] = []
         self._unread: TextDelta | None = None
         self._reason: StopReason | None = None
@@ -217,6 +218,11 @@ class Tokens:
         return "".join(self._parts)
 
     @property
+    def made(self) -> str:
+        """:attr:`text`, and what is held back because it may become a stop string: what a cancelled answer had."""
+        return self.text + self._held
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens so far, without the end token: those that :attr:`text` is of.
 
@@ -276,16 +282,19 @@ class Tokens:
         """Take one step's output, ``now`` being when its token came."""
         if self._ended.is_set():
             return
-        # An end token is no part of the answer, and its time is none of a token's.
-        made = output.tokens - (output.finish_reason == "eos")
+        # A closing token is no part of the answer, and its time is none of a token's.
+        made = output.tokens - output.closed
         if made:
             self._received += made
             if self._first_token_at is None:
                 self._first_token_at = now
             self._last_token_at = now
+        self._held = output.held
         if output.text or output.logprob is not None:
             self._push(output)
-        if output.finish_reason is not None:
+        if output.error is not None:
+            self.fail(output.error)
+        elif output.finish_reason is not None:
             self._reason = output.finish_reason
             self._end()
 

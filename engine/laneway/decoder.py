@@ -20,7 +20,7 @@ from laneway._errors import DecodeError as DecodeError
 from laneway._errors import InvalidRequestError as InvalidRequestError
 from laneway._errors import ModelLoadError as ModelLoadError
 from laneway._events import TokenLogprob as TokenLogprob
-from laneway.validators import number, of_type, optional, whole
+from laneway.validators import is_number, is_whole, number, of_type, optional, shown, whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -57,19 +57,27 @@ def _bias_pairs(value: Mapping[int, float] | Sequence[tuple[int, float]] | None)
         return ()
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        out = {_token_id(token): float(bias) for token, bias in pairs}
+        return tuple(sorted({_token_id(token): _bias(bias) for token, bias in pairs}.items()))
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"must map token ids to numbers: {error}", "logit_bias") from None
-    if any(math.isnan(bias) or bias == math.inf for bias in out.values()):
-        raise InvalidRequestError("a bias is a finite number, or -inf to forbid the token", "logit_bias")
-    return tuple(sorted(out.items()))
+
+
+_MOST_DIGITS = 10  # of a token id
 
 
 def _token_id(value: object) -> int:
     # JSON knows only string keys, so the field's usual clients send "123".
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{value!r} is no token id")
-    return int(value)
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS:
+        value = int(value)
+    if not is_whole(value) or not -(2**31) <= value < 2**31:
+        raise ValueError(f"{shown(value)} is no token id")
+    return value
+
+
+def _bias(value: object) -> float:
+    if not is_number(value) or value == math.inf:
+        raise ValueError(f"a bias is a finite number, or -inf to forbid the token, not {shown(value)}")
+    return float(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -80,8 +88,13 @@ class Sampling:
     one multiplied, as in the CTRL paper, arXiv:1909.05858), ``frequency_penalty`` times the count and
     ``presence_penalty`` (over the answer alone); then, at ``temperature`` 0, the largest logit, the lowest id among
     equals; else the logits are divided by ``temperature`` and cut by ``top_k``, ``top_p`` (nucleus, arXiv:1904.09751)
-    and ``min_p`` (arXiv:2407.01082), in that order, and one token is drawn.  A ``grammar`` (GBNF) forbids what it does
-    not derive.  ``logprobs`` are of the model's own distribution, before all of this.
+    and ``min_p`` (arXiv:2407.01082), in that order, and one token is drawn.  ``logprobs`` are of the model's own
+    distribution, before all of this.
+
+    The penalties spare end tokens: the prompt of a chat is full of them, and the answer must be able to end.
+
+    A ``grammar`` (GBNF) forbids what it does not derive.  An end token may come where the answer is complete, and
+    nowhere else.  A sequence for which grammar and bias leave no token ends with :class:`DecodeError`, alone.
 
     Raises :class:`InvalidRequestError` when made with a value out of range.
     """
@@ -214,12 +227,17 @@ class StepResult:
     """What a step gave: the sampled token of each slot that asked for one, and the seconds that the step took.
 
     ``later`` has the tokens of the rounds after the first.  Where log-probabilities are wanted there is one round.
+
+    ``failures``: slots that could be given no token in the round after their last one, and why; a sequence whose
+    grammar and bias leave no token, for example.  Such a sequence ends alone.  Its cells are right, so its peers, which
+    have their tokens, go on.
     """
 
     tokens: Mapping[int, int]
     seconds: float
     logprobs: Mapping[int, TokenLogprob] = attrs.field(factory=dict)
     later: tuple[Mapping[int, int], ...] = ()
+    failures: Mapping[int, DecodeError] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)

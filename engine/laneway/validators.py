@@ -1,29 +1,58 @@
 """attrs validators for request classes: what they refuse, they refuse with :class:`InvalidRequestError`.
 
-A bool is no number, NaN is no number, a number is no string: what a caller got wrong is told by name, never guessed at.
+A number is an int or a float.  A bool is none, NaN is none, nor is a str or another library's scalar: what a caller got
+wrong is told by name, never guessed at.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from laneway._errors import InvalidRequestError
 
-__all__ = ["Validator", "number", "of_type", "optional", "whole"]
+__all__ = ["Validator", "is_number", "is_whole", "number", "of_type", "optional", "shown", "whole"]
 
 Validator = Callable[[Any, Any, Any], None]
 """What ``attrs.field(validator=...)`` takes: called with the instance, the attribute and the value."""
 
+_LONGEST_SHOWN = 200
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is an int, which a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is an int or a float, infinite ones included, NaN and ints beyond every float excluded."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:
+        return False
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for an error, shortened; also for an int with more digits than Python converts."""
+    try:
+        text = repr(value)
+    except ValueError:
+        assert isinstance(value, int)
+        return f"an int of {value.bit_length():,} bits"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
 
 def number(low: float, high: float) -> Validator:
     """An int or float from ``low`` to ``high``, both included."""
-    return _range("a number", (int, float), low, high)
+    return _range("a number", is_number, low, high)
 
 
 def whole(low: int, high: int) -> Validator:
     """An int from ``low`` to ``high``, both included."""
-    return _range("an integer", (int,), low, high)
+    return _range("an integer", is_whole, low, high)
 
 
 def of_type(*types: type[Any]) -> Validator:
@@ -32,7 +61,7 @@ def of_type(*types: type[Any]) -> Validator:
     def check(instance: Any, attribute: Any, value: Any) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(wanted.__name__ for wanted in types)
-            raise InvalidRequestError(f"must be {wanted}, not {value!r}", attribute.name)
+            raise InvalidRequestError(f"must be {wanted}, not {shown(value)}", attribute.name)
 
     return check
 
@@ -52,12 +81,11 @@ def _plain(bound: float) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
-def _range(noun: str, types: tuple[type[Any], ...], low: float, high: float) -> Validator:
+def _range(noun: str, fits: Callable[[object], bool], low: float, high: float) -> Validator:
     def check(instance: Any, attribute: Any, value: Any) -> None:
-        # `not low <= value` rather than `value < low`: every comparison with NaN is false.
-        if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
+        if not fits(value) or not low <= value <= high:
             raise InvalidRequestError(
-                f"must be {noun} from {_plain(low)} to {_plain(high)}, not {value!r}", attribute.name
+                f"must be {noun} from {_plain(low)} to {_plain(high)}, not {shown(value)}", attribute.name
             )
 
     return check

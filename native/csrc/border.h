@@ -47,7 +47,4 @@ public:
     std::string text(const char *otherwise) const;
 };
 
-// A line of ours in llama.cpp's log, for what has no caller to be told.
-void warn(const std::string &text);
-
 } // namespace laneway

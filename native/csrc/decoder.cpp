@@ -22,6 +22,7 @@ using laneway::Scratch;
 
 struct laneway_sampler {
     Sampler sampler;
+    int32_t vocabulary; // 0: without a model
     Scratch scratch;
 };
 
@@ -175,6 +176,9 @@ private:
     std::thread thread; // last, for it uses all of the above
 };
 
+// Places in grammars that a step looks at, of all its sequences, before it makes the current round its last.
+constexpr int64_t most_grammar_work = 1000000;
+
 bool is_raised(void *flag) { return static_cast<std::atomic<bool> *>(flag)->load(std::memory_order_relaxed); }
 
 } // namespace
@@ -206,6 +210,7 @@ struct laneway_decoder {
     std::vector<llama_seq_id *> sequence_of;
     std::vector<int8_t> outputs;
     std::vector<llama_token> again; // of a later round
+    int64_t grammar_work = 0;       // of all sequences, in this step
 
     std::unique_ptr<StepThread> thread;
 
@@ -411,23 +416,34 @@ void laneway_decoder::sample(laneway_batch &batch, int32_t round) {
         try {
             picked[i] = samplers[slot]->pick(logits, vocabulary, scratch, &batch.choices[i]);
         } catch (const Failure &failure) {
-            throw Failure(failure.code, failure.what(), slot);
+            if (failure.code != LANEWAY_NO_TOKEN && failure.code != LANEWAY_GRAMMAR_LIMIT) {
+                throw Failure(failure.code, failure.what(), slot);
+            }
+            // The cells are right, and so are the peers: only this sequence asked for what cannot be had.
+            laneway::fail(&batch.failed[i], failure.code, slot, failure.what());
+            ++batch.failures;
         }
+        grammar_work += samplers[slot]->grammar_work();
     }
 }
 
 int32_t laneway_decoder::step(laneway_batch &batch, laneway_error *error) {
     const auto begin = std::chrono::steady_clock::now();
+    batch.failures = 0;
     const int32_t status = guarded(error, [&] {
         const std::shared_lock<std::shared_mutex> computing(laneway::steps_under_way());
         for (int32_t i = 0; i < batch.moves; ++i) {
             move(batch.moves_from[i], batch.moves_to[i]);
         }
         if (batch.count > 0) {
+            for (int32_t i = 0; i < batch.count; ++i) {
+                batch.failed[i].code = LANEWAY_OK;
+            }
             decode(batch.tokens, add(batch));
+            grammar_work = 0;
             sample(batch, 0);
             int32_t round = 1;
-            for (; round < batch.rounds && !is_raised(&last_round); ++round) {
+            for (; round < batch.rounds && !is_raised(&last_round) && grammar_work < most_grammar_work; ++round) {
                 const int32_t total = add_round(batch, round);
                 if (total == 0) {
                     break;
@@ -448,7 +464,8 @@ int32_t laneway_sampler_new(const laneway_model *model, const laneway_sampling *
                             int32_t prompt_count, laneway_sampler **sampler, laneway_error *error) {
     *sampler = nullptr;
     return guarded(error, [&] {
-        *sampler = new laneway_sampler{Sampler(model ? model->vocabulary : nullptr, *sampling, prompt, prompt_count), {}};
+        *sampler = new laneway_sampler{Sampler(model ? &model->pieces : nullptr, *sampling, prompt, prompt_count),
+                                       model ? model->pieces.count() : 0, {}};
     });
 }
 
@@ -458,6 +475,12 @@ int32_t laneway_sampler_pick(laneway_sampler *sampler, float *logits, int32_t co
                              laneway_error *error) {
     return guarded(error, [&] { choice->token = sampler->sampler.pick(logits, count, sampler->scratch, choice); });
 }
+
+int32_t laneway_sampler_begins(laneway_sampler *sampler, int32_t *begins, laneway_error *error) {
+    return guarded(error, [&] { *begins = sampler->sampler.begins(sampler->vocabulary); });
+}
+
+int64_t laneway_sampler_grammar_work(const laneway_sampler *sampler) { return sampler->sampler.grammar_work(); }
 
 int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options, laneway_decoder **decoder,
                             laneway_error *error) {
@@ -556,7 +579,7 @@ int32_t laneway_decoder_open(laneway_decoder *decoder, int32_t slot, const lanew
         if (decoder->samplers[slot]) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "slot " + std::to_string(slot) + " is open already; drop it first", slot);
         }
-        decoder->samplers[slot] = std::make_unique<Sampler>(decoder->model->vocabulary, *sampling, prompt, prompt_count);
+        decoder->samplers[slot] = std::make_unique<Sampler>(&decoder->model->pieces, *sampling, prompt, prompt_count);
     });
 }
 

@@ -24,7 +24,8 @@ enum laneway_status {
     LANEWAY_NO_TOKEN = 109,
     LANEWAY_UNSUPPORTED = 110,
     LANEWAY_BAD_STATE = 111,
-    LANEWAY_NOT_FINITE = 112
+    LANEWAY_NOT_FINITE = 112,
+    LANEWAY_GRAMMAR_LIMIT = 113
 };
 
 enum { LANEWAY_TOP_LOGPROBS = 20 };
@@ -49,7 +50,7 @@ const char *laneway_system_info(void);
 int32_t laneway_has_gpu(void);
 
 // llama.cpp's log lines wait in a ring until they are taken; lines below level are dropped at once.
-// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error; 6 is a warning of our own.
+// Levels are ggml's: 1 debug, 2 info, 3 warning, 4 error.
 void laneway_log_level(int32_t level);
 int32_t laneway_log_waiting(void);
 // Takes the oldest line; returns its level, 0 if there is none.
@@ -160,6 +161,23 @@ int32_t laneway_piece(const laneway_model *model, int32_t token, int32_t special
 
 // ---- sampling
 
+// A context-free grammar as tables; laneway_native._grammar makes them.
+typedef struct laneway_grammar {
+    int32_t rule_count;
+    int32_t alternative_count;
+    int32_t element_count;
+    int32_t set_count;
+    int32_t root;               // a rule
+    const int32_t *rules;        // rule_count + 1: the first alternative of each rule, and the end
+    const int32_t *alternatives; // the first element of each
+    const int32_t *elements;     // pairs of a type and a value: 0 the alternative's end, 1 a rule, 2 a character of a set,
+                                 // 3 that token, 4 any token but that one
+    const int32_t *sets;         // set_count + 1: the first range of each set, and the end
+    const uint32_t *ranges;      // pairs of the lowest and the highest character, ascending within a set
+    int64_t most_work;           // of one pick
+    double most_seconds;         // of one pick, of the thread's own time
+} laneway_grammar;
+
 typedef struct laneway_sampling {
     double temperature;
     double top_p;
@@ -174,7 +192,7 @@ typedef struct laneway_sampling {
     int32_t bias_count;
     const int32_t *bias_tokens;
     const float *bias_values;
-    const char *grammar; // NULL: none
+    const laneway_grammar *grammar; // NULL: none
 } laneway_sampling;
 
 typedef struct laneway_choice {
@@ -192,6 +210,10 @@ void laneway_sampler_free(laneway_sampler *sampler);
 // Changes logits in place.
 int32_t laneway_sampler_pick(laneway_sampler *sampler, float *logits, int32_t count, laneway_choice *choice,
                              laneway_error *error);
+// begins: 0 if grammar and bias together leave no first token.
+int32_t laneway_sampler_begins(laneway_sampler *sampler, int32_t *begins, laneway_error *error);
+// What following the grammar has cost in the last pick, or in what came after it.
+int64_t laneway_sampler_grammar_work(const laneway_sampler *sampler);
 
 // ---- decoder
 
@@ -262,8 +284,10 @@ typedef struct laneway_batch {
     const int32_t *moves_from;
     const int32_t *moves_to;
     int32_t rounds;          // wanted; afterwards: done
-    int32_t *picked;         // rounds times chunks entries: the token, -1 where none was asked for
+    int32_t *picked;         // rounds times chunks entries: the token, -1 where none was asked for or could be given
     laneway_choice *choices; // chunks entries, filled only where log-probabilities were asked for
+    int32_t failures;        // how many sequences could not be given a token; their peers go on
+    laneway_error *failed;   // chunks entries: why, code LANEWAY_OK for the others
     double seconds;
 } laneway_batch;
 

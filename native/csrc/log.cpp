@@ -15,7 +15,6 @@ struct Line {
 };
 
 constexpr size_t capacity = 256;
-constexpr int32_t our_level = 6; // above all of ggml's
 std::mutex mutex;
 std::deque<Line> lines;
 std::atomic<int32_t> waiting{0};
@@ -70,8 +69,6 @@ FirstError::~FirstError() {
     delete first_error;
     first_error = nullptr;
 }
-
-void warn(const std::string &text) { keep(our_level, text, false); }
 
 std::string FirstError::text(const char *otherwise) const { return first_error->empty() ? otherwise : *first_error; }
 

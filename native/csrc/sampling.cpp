@@ -4,7 +4,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
-#include <ctime>
 #include <limits>
 
 // A wheel for any x86-64 gets these loops three times and picks at load time; a build for this machine needs no choice.
@@ -212,21 +211,6 @@ float adjusted(float before, double after) {
     return static_cast<float>(std::clamp<double>(after, -FLT_MAX, FLT_MAX));
 }
 
-// Time that this thread has worked, whatever else the machine does.
-double thread_seconds() {
-#ifdef CLOCK_THREAD_CPUTIME_ID
-    timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-#else
-    return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
-#endif
-}
-
-// Testing and accepting one token takes microseconds.  Where it takes longer the ways to go on double or worse with every
-// token, and all sequences of the batch wait.
-constexpr double most_grammar_seconds = 0.05;
-
 uint64_t rotated(uint64_t x, int bits) { return (x << bits) | (x >> (64 - bits)); }
 
 } // namespace
@@ -283,9 +267,8 @@ void Survey::run(const float *logits, int32_t count) {
     }
 }
 
-Sampler::Sampler(const llama_vocab *vocabulary, const laneway_sampling &sampling, const int32_t *prompt,
-                 int32_t prompt_count)
-    : vocabulary(vocabulary), temperature(sampling.temperature), top_p(sampling.top_p), min_p(sampling.min_p),
+Sampler::Sampler(const Pieces *pieces, const laneway_sampling &sampling, const int32_t *prompt, int32_t prompt_count)
+    : pieces(pieces), temperature(sampling.temperature), top_p(sampling.top_p), min_p(sampling.min_p),
       repeat_penalty(sampling.repeat_penalty), frequency_penalty(sampling.frequency_penalty),
       presence_penalty(sampling.presence_penalty), top_k(sampling.top_k), logprobs(sampling.logprobs != 0),
       top_logprobs(std::min<int32_t>(sampling.top_logprobs, LANEWAY_TOP_LOGPROBS)), random(sampling.seed) {
@@ -299,19 +282,18 @@ Sampler::Sampler(const llama_vocab *vocabulary, const laneway_sampling &sampling
         }
     }
     if (sampling.grammar) {
-        if (!vocabulary) {
+        if (!pieces) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "a grammar needs a model's vocabulary");
         }
-        const FirstError reason;
-        // An empty text would give a sampler that allows everything.
-        grammar.reset(*sampling.grammar ? llama_sampler_init_grammar(vocabulary, sampling.grammar, "root") : nullptr);
-        if (!grammar) {
-            throw Failure(LANEWAY_BAD_GRAMMAR, reason.text("the grammar is empty"));
-        }
+        grammar = std::make_unique<Grammar>(*pieces, *sampling.grammar);
     }
 }
 
 void Sampler::see(int32_t token, int32_t answered) {
+    // A chat's prompt is full of end tokens: penalties on them would only keep the answer from its end.
+    if (pieces && pieces->is_end(token)) {
+        return;
+    }
     const auto [place, is_new] = seen_at.try_emplace(token, seen.size());
     if (is_new) {
         seen.push_back({token, answered});
@@ -451,75 +433,50 @@ int32_t Sampler::choose(const float *logits, int32_t count, Scratch &scratch) {
     return last >= 0 ? last : survey.first;
 }
 
-bool Sampler::allows(int32_t token) const {
-    llama_token_data one = {token, 0.0f, 0.0f};
-    llama_token_data_array array = {&one, 1, -1, false};
-    llama_sampler_apply(grammar.get(), &array);
-    return one.logit != -infinity;
-}
-
 // The grammar has refused what was picked: pick again among what it allows.  Testing the whole vocabulary is slow, so
 // the likeliest tokens are tested first, and no more than are needed.
 int32_t Sampler::choose_allowed(const float *logits, int32_t count, Scratch &scratch) {
-    if (scratch.survey.max == -infinity) {
-        return -1;
-    }
     const bool greedy = temperature == 0;
     const size_t wanted = greedy ? 1 : top_k > 0 && top_k < count ? static_cast<size_t>(top_k) : static_cast<size_t>(count);
+    // What min_p is going to cut need not be tested.  (top_p is a share of everything, so everything must be.)
+    const bool cuts = !greedy && min_p > 0 && top_p >= 1;
     std::vector<Candidate> &candidates = scratch.candidates;
-    for (size_t tested = std::max<size_t>(64, 4 * wanted);; tested *= 16) {
+    for (size_t tested = std::max<size_t>(64, 4 * std::min<size_t>(wanted, cuts ? 1024 : wanted));; tested *= 16) {
         const bool all = tested >= static_cast<size_t>(count);
         collect_top(logits, count, std::min(tested, static_cast<size_t>(count)), scratch);
         if (candidates.size() > 2 * tested) {
             cut(candidates, tested);
             std::sort(candidates.begin(), candidates.end(), [](const auto &a, const auto &b) { return a.id < b.id; });
         }
-        scratch.tested.clear();
-        for (const Candidate &candidate : candidates) {
-            scratch.tested.push_back({candidate.id, candidate.logit, 0.0f});
-        }
-        llama_token_data_array array = {scratch.tested.data(), scratch.tested.size(), -1, false};
-        llama_sampler_apply(grammar.get(), &array);
-        size_t allowed = 0;
-        for (size_t i = 0; i < candidates.size(); ++i) {
-            if (scratch.tested[i].logit != -infinity) {
-                candidates[allowed++] = candidates[i];
+        const float least = candidates.empty() ? -infinity : std::max_element(candidates.begin(), candidates.end(), before)->logit;
+        grammar->filter(candidates);
+        if (candidates.empty()) {
+            if (all) {
+                return -1;
             }
-        }
-        candidates.resize(allowed);
-        if (candidates.size() < wanted && !all) {
             continue;
         }
-        if (candidates.empty()) {
-            return -1;
+        const Candidate &first = *std::min_element(candidates.begin(), candidates.end(), before);
+        // Those that were not tested are no likelier than the least likely one that was.  So min_p may cut all of them.
+        const bool rest_is_cut = cuts && least < first.logit + temperature * std::log(min_p);
+        if (candidates.size() < wanted && !all && !rest_is_cut) {
+            continue;
         }
-        const float largest = std::min_element(candidates.begin(), candidates.end(), before)->logit;
-        if (greedy) {
-            return std::min_element(candidates.begin(), candidates.end(), before)->id;
-        }
-        return draw(scratch, largest, -1);
+        return greedy ? first.id : draw(scratch, first.logit, -1);
     }
 }
 
-void Sampler::accept(int32_t token) {
-    if (counting) {
-        see(token, 1);
+bool Sampler::begins(int32_t count) {
+    std::vector<uint8_t> forbidden(static_cast<size_t>(count));
+    for (const auto &[token, value] : bias) {
+        if (token >= 0 && token < count) {
+            forbidden[static_cast<size_t>(token)] = value == -infinity;
+        }
     }
-    if (grammar && !grammar_ended) {
-        llama_sampler_accept(grammar.get(), token);
-        grammar_ended = llama_vocab_is_eog(vocabulary, token);
+    if (grammar) {
+        return grammar->begins(forbidden);
     }
-}
-
-int32_t Sampler::end_token(int32_t count) const {
-    int32_t token = vocabulary ? llama_vocab_eos(vocabulary) : -1;
-    for (int32_t id = 0; vocabulary && token < 0 && id < count; ++id) {
-        token = llama_vocab_is_eog(vocabulary, id) ? id : -1;
-    }
-    if (token < 0) {
-        throw Failure(LANEWAY_NO_TOKEN, "bias and grammar forbid every token, and the model has no end token");
-    }
-    return token;
+    return std::find(forbidden.begin(), forbidden.end(), 0) != forbidden.end();
 }
 
 int32_t Sampler::pick(float *logits, int32_t count, Scratch &scratch, laneway_choice *choice) {
@@ -556,34 +513,30 @@ int32_t Sampler::pick(float *logits, int32_t count, Scratch &scratch, laneway_ch
     }
 
     adjust(logits, count);
-    int32_t token = -1;
-    if (!grammar_ended) {
+    int32_t token = ended;
+    if (token < 0) {
         scratch.survey.run(logits, count);
         token = choose(logits, count, scratch);
-    }
-    if (grammar && token >= 0) {
-        double began = thread_seconds();
-        if (!allows(token)) {
-            const double tested = thread_seconds() - began;
-            token = choose_allowed(logits, count, scratch);
-            began = thread_seconds() - tested;
-        }
-        if (token >= 0) {
-            accept(token);
-            if (thread_seconds() - began > most_grammar_seconds) {
-                warn("a grammar is too ambiguous to follow: the answer ends here");
-                grammar_ended = true;
+        if (grammar && token >= 0) {
+            grammar->budget.begin();
+            if (!grammar->allows(token)) {
+                token = choose_allowed(logits, count, scratch);
             }
-        } else {
-            warn("a grammar and its request's bias allow no token: the answer ends here");
         }
-    } else if (token >= 0) {
-        accept(token);
-    }
-    if (token < 0) {
-        // Nothing is left that may come next.  An answer that cannot go on ends.
-        grammar_ended = grammar != nullptr;
-        token = end_token(count);
+        if (token < 0) {
+            throw Failure(LANEWAY_NO_TOKEN,
+                          grammar ? "no token may come next: what the grammar allows here, the vocabulary does not have or "
+                                    "logit_bias forbids"
+                                  : "no token may come next: logit_bias or the model forbids every one");
+        }
+        if (grammar && pieces->is_end(token)) {
+            ended = token;
+        } else if (grammar) {
+            grammar->accept(token);
+        }
+        if (counting) {
+            see(token, 1);
+        }
     }
 
     if (logprobs) {

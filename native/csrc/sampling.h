@@ -5,25 +5,17 @@
 // they keep what the strictest keeps, and nothing is ever sorted.  The draw walks what is kept by id.
 #pragma once
 
+#include "failure.h"
+#include "grammar.h"
 #include "laneway.h"
-#include "llama.h"
 
 #include <cstdint>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace laneway {
-
-// Carries a status over to the C border.
-struct Failure : std::runtime_error {
-    int32_t code;
-    int32_t slot;
-    Failure(int32_t code, const std::string &text, int32_t slot = -1)
-        : std::runtime_error(text), code(code), slot(slot) {}
-};
 
 // xoshiro256++ (Blackman and Vigna, arXiv:1805.01407), its state filled from the seed by splitmix64.
 class Random {
@@ -58,24 +50,26 @@ struct Scratch {
     Survey survey;
     std::vector<Candidate> candidates;
     std::vector<Candidate> kept;
-    std::vector<llama_token_data> tested; // by a grammar
     std::vector<float> numbers;
     std::vector<double> sums;
 };
 
-struct GrammarFree {
-    void operator()(llama_sampler *grammar) const { llama_sampler_free(grammar); }
-};
-
 class Sampler {
 public:
-    // vocabulary may be null if there is no grammar.
-    Sampler(const llama_vocab *vocabulary, const laneway_sampling &sampling, const int32_t *prompt, int32_t prompt_count);
+    // pieces may be null if there is no grammar; then no token is known to end an answer.
+    Sampler(const Pieces *pieces, const laneway_sampling &sampling, const int32_t *prompt, int32_t prompt_count);
 
     // Changes logits in place.  choice gets the log-probabilities that were asked for.
+    // Throws LANEWAY_NO_TOKEN if nothing may come next, and LANEWAY_GRAMMAR_LIMIT if the grammar cannot be followed in
+    // time: both concern this sequence alone.
     int32_t pick(float *logits, int32_t count, Scratch &scratch, laneway_choice *choice);
 
+    // Whether grammar and bias together allow a first token.
+    bool begins(int32_t count);
+
     bool wants_logprobs() const { return logprobs; }
+    // What following the grammar has cost since the last pick began.
+    int64_t grammar_work() const { return grammar ? grammar->budget.work() : 0; }
 
 private:
     struct Seen {
@@ -87,12 +81,9 @@ private:
     int32_t choose(const float *logits, int32_t count, Scratch &scratch);
     int32_t choose_allowed(const float *logits, int32_t count, Scratch &scratch);
     int32_t draw(Scratch &scratch, float largest, double total);
-    bool allows(int32_t token) const;
-    void accept(int32_t token);
-    int32_t end_token(int32_t count) const;
     void see(int32_t token, int32_t answered);
 
-    const llama_vocab *vocabulary;
+    const Pieces *pieces;
     double temperature, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty;
     int32_t top_k;
     bool logprobs;
@@ -101,8 +92,8 @@ private:
     std::vector<Seen> seen;
     std::unordered_map<int32_t, size_t> seen_at;
     bool counting;
-    std::unique_ptr<llama_sampler, GrammarFree> grammar;
-    bool grammar_ended = false; // or could not be followed any further
+    std::unique_ptr<Grammar> grammar;
+    int32_t ended = -1; // the end token that ended an answer of the grammar
     Random random;
 };
 

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import trio
@@ -23,12 +23,13 @@ from laneway.decoder import (
     TokenLogprob,
 )
 from laneway_native._attention import attention_kernel_takes
-from laneway_native._errors import check, check_load, new_error
+from laneway_native._errors import check, check_load, failure_of, new_error, text_of
 from laneway_native._ffi import ffi, lib
-from laneway_native._gbnf import check_gbnf
+from laneway_native._grammar import GrammarLimits, GrammarTables, grammar_tables
 from laneway_native._log import follow_level
 from laneway_native._machine import available, default_threads
 from laneway_native._memory import KV_TYPES, KvType, Need, context_need, shortage
+from laneway_native._numbers import is_finite
 from laneway_native._policy import ROUNDS_TARGET, KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from laneway.decoder import StepBatch
-    from laneway_native._llama import DecoderHandle
+    from laneway_native._llama import DecoderHandle, Error
     from laneway_native._model import Model
 
 MOST_SLOTS = 256
@@ -55,7 +56,7 @@ _PIECE = 2**20
 _FLOAT_MAX = 3.4e38
 
 _GOOD_GRAMMARS = 64
-"""Grammars that are remembered as checked: programs use the same few again and again."""
+"""Grammars whose tables are kept: programs use the same few again and again."""
 
 
 class LlamaDecoder:
@@ -107,9 +108,9 @@ class LlamaDecoder:
             raise ModelLoadError(source, f"kv_type is one of {', '.join(KV_TYPES)}, not {kv_type!r}")
         if kv_mode not in (None, "split", "unified"):
             raise ModelLoadError(source, f"kv_mode is 'split', 'unified' or None, not {kv_mode!r}")
-        if not (isinstance(chunk_target, (int, float)) and 0 < chunk_target < math.inf):
+        if not (is_finite(chunk_target) and chunk_target > 0):
             raise ModelLoadError(source, f"chunk_target is a number of seconds above 0, not {chunk_target!r}")
-        if not (isinstance(rounds_target, (int, float)) and 0 <= rounds_target < math.inf):
+        if not (is_finite(rounds_target) and rounds_target >= 0):
             raise ModelLoadError(source, f"rounds_target is a number of seconds from 0, not {rounds_target!r}")
         self._kv = KV_TYPES[kv_type]
         self._slots = parallel
@@ -151,7 +152,10 @@ class LlamaDecoder:
         # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
         self._limiter = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
-        self._good_grammars: set[str] = set()
+        self.grammar_limits = GrammarLimits()
+        """What a grammar may cost a sequence in one step; holds for sequences that are opened afterwards."""
+        self._grammars: dict[str, GrammarTables] = {}
+        self._good_beginnings: set[tuple[str | None, tuple[int, ...]]] = set()
         self._error = new_error()
         self._step_error = new_error()
         # Buffers of a step, filled and read again and again.
@@ -168,6 +172,8 @@ class LlamaDecoder:
         self._batch.moves_to = self._moves_to
         self._batch.picked = self._picked
         self._batch.choices = self._choices
+        self._failed = ffi.new("laneway_error[]", parallel)
+        self._batch.failed = self._failed
 
     def _checked_batch_size(self) -> int:
         """The most tokens of a step, which llama.cpp takes from the context's size if that is smaller."""
@@ -272,16 +278,36 @@ class LlamaDecoder:
     # Between steps: quick, from the task that owns the decoder.
 
     def check(self, sampling: Sampling) -> None:
-        """Raise :class:`InvalidRequestError` for a token id beyond the vocabulary or a grammar that does not parse."""
+        """Raise :class:`InvalidRequestError` for what cannot be sampled.
+
+        A token id may be beyond the vocabulary, a grammar may not parse or be too large to be searched in time, and
+        grammar and ``logit_bias`` together may leave no token with which an answer could begin.
+        """
         size = self._model.size
         for token, _ in sampling.logit_bias:
             if not 0 <= token < size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {size} entries", "logit_bias")
-        if sampling.grammar is not None and sampling.grammar not in self._good_grammars:
-            check_grammar(self._model, sampling.grammar)
-            if len(self._good_grammars) >= _GOOD_GRAMMARS:
-                self._good_grammars.clear()
-            self._good_grammars.add(sampling.grammar)
+        forbidden = tuple(token for token, bias in sampling.logit_bias if bias == -math.inf)
+        if sampling.grammar is None and len(forbidden) < size:
+            return
+        tables = self._tables(sampling.grammar)
+        beginning = sampling.grammar, forbidden
+        if beginning not in self._good_beginnings:
+            check_beginning(self._model, sampling, tables, self.grammar_limits)
+            if len(self._good_beginnings) >= _GOOD_GRAMMARS:
+                self._good_beginnings.clear()
+            self._good_beginnings.add(beginning)
+
+    def _tables(self, grammar: str | None) -> GrammarTables | None:
+        if grammar is None:
+            return None
+        tables = self._grammars.get(grammar)
+        if tables is None:
+            tables = tables_of(self._model, grammar)
+            if len(self._grammars) >= _GOOD_GRAMMARS:
+                self._grammars.clear()
+            self._grammars[grammar] = tables
+        return tables
 
     def open(self, slot: int, sampling: Sampling, prompt: Sequence[int]) -> None:
         """Give a slot a sampler that has seen ``prompt``.
@@ -289,7 +315,7 @@ class LlamaDecoder:
         It must have none; cells may be there, from :meth:`copy`, :meth:`cut` or :meth:`load`.
         """
         self.check(sampling)
-        native = native_sampling(sampling)
+        native = native_sampling(sampling, self._tables(sampling.grammar), self.grammar_limits)
         tokens = ffi.new("int32_t[]", prompt if isinstance(prompt, (list, tuple)) else list(prompt))
         check(lib.laneway_decoder_open(self.handle, slot, native.struct, tokens, len(prompt), self._error), self._error)
         if sampling.logprobs:
@@ -381,17 +407,26 @@ class LlamaDecoder:
 
     def _result(self, batch: StepBatch) -> StepResult:
         tokens, *later = self._rounds([chunk.slot for chunk in batch.chunks])
+        failures = self._failures(batch) if self._batch.failures else {}
         logprobs: dict[int, TokenLogprob] = {}
         if not self._with_logprobs:
-            return StepResult(tokens, self._batch.seconds, later=tuple(later))
+            return StepResult(tokens, self._batch.seconds, later=tuple(later), failures=failures)
         for index, chunk in enumerate(batch.chunks):
-            if chunk.sample and chunk.slot in self._with_logprobs:
+            if chunk.slot in tokens and chunk.slot in self._with_logprobs:
                 choice = self._choices[index]
                 top = zip(
                     choice.top_tokens[0 : choice.top_count], choice.top_logprobs[0 : choice.top_count], strict=True
                 )
                 logprobs[chunk.slot] = TokenLogprob(choice.token, choice.logprob, tuple(top))
-        return StepResult(tokens, self._batch.seconds, logprobs, tuple(later))
+        return StepResult(tokens, self._batch.seconds, logprobs, tuple(later), failures)
+
+    def _failures(self, batch: StepBatch) -> dict[int, DecodeError]:
+        """Why some sequences have got no token, by slot."""
+        return {
+            chunk.slot: failure_of(self._failed[index], sequences=1)
+            for index, chunk in enumerate(batch.chunks)
+            if self._failed[index].code != lib.LANEWAY_OK
+        }
 
     def _rounds(self, slots: list[int]) -> list[dict[int, int]]:
         """The tokens that each round has picked, by slot."""
@@ -493,7 +528,7 @@ class LlamaDecoder:
 class NativeSampling:
     """A ``laneway_sampling`` struct and the buffers that it points to."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, tables: GrammarTables | None, limits: GrammarLimits) -> None:
         self.struct = ffi.new("laneway_sampling *")
         struct = self.struct
         struct.temperature = sampling.temperature
@@ -521,27 +556,69 @@ class NativeSampling:
             struct.bias_tokens = tokens
             struct.bias_values = values
             self._buffers += [tokens, values]
-        if sampling.grammar is not None:
-            grammar = ffi.new("char[]", sampling.grammar.encode("utf-8", "replace"))
-            struct.grammar = grammar
-            self._buffers.append(grammar)
+        if tables is not None:
+            grammar = ffi.new("laneway_grammar *")
+            grammar.rule_count = len(tables.rules) - 1
+            grammar.alternative_count = len(tables.alternatives)
+            grammar.element_count = len(tables.elements) // 2
+            grammar.set_count = len(tables.sets) - 1
+            grammar.root = tables.root
+            grammar.most_work = limits.work
+            grammar.most_seconds = limits.seconds
+            for name in ("rules", "alternatives", "elements", "sets"):
+                setattr(grammar, name, self._keep(ffi.from_buffer("int32_t[]", getattr(tables, name))))
+            grammar.ranges = self._keep(ffi.from_buffer("uint32_t[]", tables.ranges))
+            struct.grammar = self._keep(grammar)
+
+    def _keep(self, buffer: Any) -> Any:
+        self._buffers.append(buffer)
+        return buffer
 
 
-def native_sampling(sampling: Sampling) -> NativeSampling:
-    """``sampling`` as C wants it; keep the object for as long as C looks at it."""
-    return NativeSampling(sampling)
+def native_sampling(
+    sampling: Sampling, tables: GrammarTables | None = None, limits: GrammarLimits | None = None
+) -> NativeSampling:
+    """``sampling`` as C wants it; keep the object for as long as C looks at it.
+
+    ``tables`` are those of its grammar.
+    """
+    return NativeSampling(sampling, tables, limits or GrammarLimits())
 
 
-def check_grammar(model: Model, grammar: str) -> None:
-    """Raise :class:`InvalidRequestError` for a grammar that llama.cpp must not or does not take."""
-    if "\0" in grammar:
-        raise InvalidRequestError("has a null character in it", "grammar")
-    check_gbnf(grammar, vocabulary=model.size, tokenize=lambda text: model.tokenize(text, bos=False, special=True))
-    native = native_sampling(Sampling(grammar=grammar))
+def tables_of(model: Model, grammar: str) -> GrammarTables:
+    """The tables of a grammar.  Raises :class:`InvalidRequestError` as :func:`grammar_tables` does."""
+    return grammar_tables(
+        grammar, vocabulary=model.size, tokenize=lambda text: model.tokenize(text, bos=False, special=True)
+    )
+
+
+def check_beginning(
+    model: Model, sampling: Sampling, tables: GrammarTables | None, limits: GrammarLimits | None = None
+) -> None:
+    """Raise :class:`InvalidRequestError` unless grammar and bias leave a token with which an answer may begin."""
+    native = native_sampling(sampling, tables, limits)
     error = new_error()
     out = ffi.new("laneway_sampler **")
-    check(lib.laneway_sampler_new(model.handle, native.struct, ffi.NULL, 0, out, error), error)
-    lib.laneway_sampler_free(out[0])
+    begins = ffi.new("int32_t *")
+    # Here a grammar that takes too long to follow is the request's fault: no answer has begun.
+    _check_grammar_call(lib.laneway_sampler_new(model.handle, native.struct, ffi.NULL, 0, out, error), error)
+    try:
+        _check_grammar_call(lib.laneway_sampler_begins(out[0], begins, error), error)
+    finally:
+        lib.laneway_sampler_free(out[0])
+    if begins[0]:
+        return
+    if tables is None:
+        raise InvalidRequestError("forbids every token of the vocabulary", "logit_bias")
+    if any(bias == -math.inf for _, bias in sampling.logit_bias):
+        raise InvalidRequestError("forbids every token with which an answer of the grammar can begin", "logit_bias")
+    raise InvalidRequestError("no token of this model's vocabulary begins an answer that it allows", "grammar")
+
+
+def _check_grammar_call(status: int, error: Error) -> None:
+    if status == lib.LANEWAY_GRAMMAR_LIMIT:
+        raise InvalidRequestError(text_of(error), "grammar")
+    check(status, error)
 
 
 async def _seal(state: list[bytes], print_: bytes) -> bytes:
@@ -598,7 +675,7 @@ def _checked_adapters(
             path = os.fspath(path)
         except (TypeError, ValueError):
             raise ModelLoadError(source, f"lora is a list of pairs (path, scale), and {adapter!r} is none") from None
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        if not is_finite(scale):
             raise ModelLoadError(source, f"the scale of adapter {path!r} is a number, not {scale!r}")
         if not os.path.isfile(path):
             raise ModelLoadError(source, f"adapter {path!r}: there is no such file")

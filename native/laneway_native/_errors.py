@@ -51,6 +51,11 @@ def check(status: int, error: Error, *, sequences: int = 0) -> None:
     raise DecodeError(text, status, sequences)
 
 
+def failure_of(error: Error, *, sequences: int) -> DecodeError:
+    """What the buffer says as the error that ends ``sequences`` of a step, the others going on."""
+    return DecodeError(text_of(error), error.code, sequences)
+
+
 def check_load(status: int, error: Error, source: str) -> None:
     """Raise :class:`ModelLoadError` unless the status of a call that loads something is ``LANEWAY_OK``."""
     failed = status != lib.LANEWAY_OK

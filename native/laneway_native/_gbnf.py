@@ -1,9 +1,7 @@
-"""Checks a GBNF grammar before llama.cpp parses it.
+"""Reads the text of a GBNF grammar.
 
-llama.cpp's parser prints what it does not like to standard error and says nothing to its caller; deep nesting overflows
-its stack, hidden left recursion eats all memory, and ambiguous grammars take time that grows without bound.  Any of
-that would hurt every request of the process, so a grammar passes here first.  What passes may still be refused by
-llama.cpp; the other way round, this refuses nothing that a sensible grammar needs.
+The language is llama.cpp's, as its pinned version reads it, with one difference: a repetition keeps its upper bound,
+however large it is.  Groups and repetitions become rules.
 
 Pure: no I/O, no llama.cpp.
 """
@@ -18,82 +16,118 @@ import attrs
 from laneway.decoder import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-MOST_CHARACTERS = 65_536
+MOST_CHARACTERS = 131_072
 """Longer grammars would hold up the event loop while they are checked."""
 
 MOST_NESTING = 100
-"""Parentheses inside each other: llama.cpp's parser recurses."""
+"""Parentheses inside each other: the parser recurses."""
 
 MOST_RULES = 10_000
-"""Rules, those that groups and repetitions make included: llama.cpp recurses through them."""
+"""Rules, those that groups and repetitions make included."""
 
-MOST_REPEATS = 2000
-"""llama.cpp's own limit for the rules that one repetition makes."""
+MOST_WRITTEN_OUT = 32
+"""So many repetitions are written out one after the other; more are halved, so that they take few rules."""
 
-MOST_BEGINNINGS = 10_000
-"""Ways to begin one rule, such as the words of a list."""
+MOST_UNICODE = 0x10FFFF
 
-MOST_SKIPS = 256
-"""Ways to begin what follows optional parts.  llama.cpp's time grows with the third power of it."""
+RULE, CHARS, TOKEN, NOT_TOKEN = 1, 2, 3, 4
+"""Kinds of items, as the C code numbers them."""
+
+Item = tuple[int, int]
+"""A kind, and the number of the rule, the character set or the token."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""A set of characters: the lowest and the highest of each run, ascending and apart from each other."""
 
 _NAME = re.compile(r"[a-zA-Z0-9-]+")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NUMBER = re.compile(r"[0-9]{1,9}(?![0-9])")
-_CHARACTER = r"(?:\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[trn\\\"\[\]-])|[^\\%s\0])"
+_ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[trn\\\"\[\]-])"
+_CHARACTER = rf"(?:{_ESCAPE}|[^\\%s\0])"
 _LITERAL = re.compile(r'"' + _CHARACTER % '"' + r'*"')
 _CLASS = re.compile(r"\[\^?" + _CHARACTER % r"\]" + r"*\]")
 _TOKEN = re.compile(r"!?<(?:\[([0-9]{1,9})\]|(?!\[)[^>]*)>")
 
-_CHARS = -1
-"""An item that takes a character or a token; other items are numbers of rules."""
-
-_MANY = 10**9
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+_SHORT_ESCAPES = {"t": "\t", "r": "\r", "n": "\n"}
+_SURROGATES = (0xD800, 0xDFFF)
 
 
 @attrs.frozen
-class _Rule:
-    """What a rule may be: alternatives, each a list of items."""
+class Gbnf:
+    """A grammar as it was written: rules of alternatives of items, by number."""
 
-    alternatives: list[list[int]]
+    rules: list[list[list[Item]]]
+    sets: list[Ranges]
+    names: dict[int, str]
+    """Rules that have one."""
+    root: int
 
 
-def check_gbnf(grammar: str, *, vocabulary: int, tokenize: Callable[[str], list[int]]) -> None:
-    """Raise :class:`InvalidRequestError`, with line and column, for a grammar that llama.cpp should not be given.
+def parse_gbnf(grammar: str, *, vocabulary: int, tokenize: Callable[[str], list[int]]) -> Gbnf:
+    """Read a grammar.  Raise :class:`InvalidRequestError`, with line and column, for what is none.
 
     ``vocabulary`` is the number of tokens; ``tokenize`` reads the text of special tokens, for ``<token>`` items.
     """
     if len(grammar) > MOST_CHARACTERS:
         raise InvalidRequestError(f"has {len(grammar):,} characters, {MOST_CHARACTERS:,} are allowed", "grammar")
     parser = _Parser(grammar, vocabulary, tokenize)
-    rules = parser.parse()
+    parser.parse()
     names = {number: name for name, number in parser.numbers.items()}
-    for number, rule in enumerate(rules):
+    rules = []
+    for number, rule in enumerate(parser.rules):
         if rule is None:
             raise InvalidRequestError(f"rule {names[number]!r} is used and never defined", "grammar")
+        rules.append(rule)
     if "root" not in parser.numbers:
         raise InvalidRequestError("has no rule 'root', with which every answer begins", "grammar")
-    _Weigher([rule for rule in rules if rule is not None], names).weigh()
+    return Gbnf(rules, list(parser.sets), names, parser.numbers["root"])
+
+
+def character_set(ranges: list[tuple[int, int]], *, inverted: bool = False) -> Ranges:
+    """The characters in any of ``ranges``, or in none of them; a range that ends before it begins holds none.
+
+    Halves of surrogate pairs are no characters.
+    """
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted((low, high) for low, high in ranges if low <= high):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    if inverted:
+        edges = [-1, *(edge for pair in merged for edge in pair), MOST_UNICODE + 1]
+        merged = [(edges[i] + 1, edges[i + 1] - 1) for i in range(0, len(edges), 2)]
+    out = []
+    for low, high in merged:
+        for first, last in ((low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)):
+            last = min(last, MOST_UNICODE)
+            if first <= last:
+                out.append((first, last))
+    return tuple(out)
 
 
 class _Parser:
-    """Reads rules as llama.cpp does: groups and repetitions become rules of their own."""
+    """Reads rules as llama.cpp does."""
 
     def __init__(self, text: str, vocabulary: int, tokenize: Callable[[str], list[int]]) -> None:
         self.text = text
         self.at = 0
         self.numbers: dict[str, int] = {}
-        self.rules: list[_Rule | None] = []
+        self.rules: list[list[list[Item]] | None] = []
+        self.sets: dict[Ranges, int] = {}
+        self._single: dict[int, Item] = {}
+        self._repeated: dict[tuple[str, Item, int], Item] = {}
         self._vocabulary = vocabulary
         self._tokenize = tokenize
 
-    def parse(self) -> list[_Rule | None]:
+    def parse(self) -> None:
         self._skip(_SPACE_AND_LINES)
         while self.at < len(self.text):
             self._rule()
-        return self.rules
 
     def _fail(self, problem: str, at: int | None = None) -> NoReturn:
         at = self.at if at is None else at
@@ -116,16 +150,19 @@ class _Parser:
     def _peek(self) -> str:
         return self.text[self.at : self.at + 1]
 
-    def _new_rule(self) -> int:
+    def _new_rule(self, rule: list[list[Item]] | None = None) -> int:
         if len(self.rules) >= MOST_RULES:
             self._fail(f"too many rules; groups and repetitions included, {MOST_RULES:,} are allowed")
-        self.rules.append(None)
+        self.rules.append(rule)
         return len(self.rules) - 1
 
     def _number(self, name: str) -> int:
         if name not in self.numbers:
             self.numbers[name] = self._new_rule()
         return self.numbers[name]
+
+    def _chars(self, ranges: Ranges) -> Item:
+        return CHARS, self.sets.setdefault(ranges, len(self.sets))
 
     def _rule(self) -> None:
         number = self._number(self._take(_NAME, "a rule's name must stand here: letters, digits and '-'")[0])
@@ -139,60 +176,70 @@ class _Parser:
             self._fail(f"{self._peek()!r} begins nothing that may stand here")
         self._skip(_SPACE_AND_LINES)
 
-    def _alternatives(self, depth: int) -> _Rule:
+    def _alternatives(self, depth: int) -> list[list[Item]]:
         alternatives = [self._sequence(depth)]
         while self._peek() == "|":
             self.at += 1
             self._skip(_SPACE_AND_LINES)
             alternatives.append(self._sequence(depth))
-        return _Rule(alternatives)
+        return alternatives
 
-    def _sequence(self, depth: int) -> list[int]:
+    def _sequence(self, depth: int) -> list[Item]:
         space = _SPACE_AND_LINES if depth else _SPACE
-        items: list[int] = []
+        items: list[Item] = []
         last = 0
         """Where the item that a repetition is about begins."""
-        made = 1
-        """Rules that this item has made so far."""
         while True:
             begin = self._peek()
             if begin in ("*", "+", "?", "{"):
                 if last == len(items):
                     self._fail(f"{begin!r} repeats what stands before it, and nothing does")
-                made = self._repeat(items, last, made, space)
+                self._repeat(items, last, space)
                 continue
             start = len(items)
-            made_now = 1
             if begin == '"':
-                literal = self._take(_LITERAL, "the text has no closing quote, or an escape that does not exist in it")[
-                    0
-                ]
-                if len(literal) > 2:
-                    items.append(_CHARS)
+                items += self._literal()
             elif begin == "[":
-                taken = self._take(
-                    _CLASS, "the characters have no closing ']', or an escape that does not exist in them"
-                )
-                if taken[0] not in ("[]", "[^]"):
-                    items.append(_CHARS)
+                items += self._class()
             elif begin == ".":
                 self.at += 1
-                items.append(_CHARS)
+                items.append(self._chars(character_set([], inverted=True)))
             elif begin in ("<", "!"):
-                self._token()
-                items.append(_CHARS)
+                items.append(self._token())
             elif begin == "(":
-                before = len(self.rules)
                 items.append(self._group(depth))
-                made_now = max(1, len(self.rules) - before)
             elif begin and _NAME.match(begin):
-                items.append(self._number(self._take(_NAME, "")[0]))
+                items.append((RULE, self._number(self._take(_NAME, "")[0])))
             else:
                 return items
-            last, made = start, made_now
+            last = start
             self._skip(space)
 
-    def _group(self, depth: int) -> int:
+    def _literal(self) -> list[Item]:
+        literal = self._take(_LITERAL, "the text has no closing quote, or an escape that does not exist in it")[0]
+        return [self._single.get(code) or self._one(code) for code in _codes(literal[1:-1])]
+
+    def _one(self, code: int) -> Item:
+        item = self._single[code] = self._chars(character_set([(code, code)]))
+        return item
+
+    def _class(self) -> list[Item]:
+        taken = self._take(_CLASS, "the characters have no closing ']', or an escape that does not exist in them")[0]
+        inverted = taken.startswith("[^")
+        inside = taken[2 if inverted else 1 : -1]
+        if not inside:
+            return []  # llama.cpp reads [] and [^] as nothing to take
+        ranges = []
+        at = 0
+        while at < len(inside):
+            low, at = _code_at(inside, at)
+            high = low
+            if inside.startswith("-", at) and at + 1 < len(inside):
+                high, at = _code_at(inside, at + 1)
+            ranges.append((low, high))
+        return [self._chars(character_set(ranges, inverted=inverted))]
+
+    def _group(self, depth: int) -> Item:
         opened = self.at
         if depth >= MOST_NESTING:
             self._fail(f"parentheses stand more than {MOST_NESTING} deep inside each other")
@@ -203,18 +250,22 @@ class _Parser:
         if self._peek() != ")":
             self._fail("this parenthesis is never closed", opened)
         self.at += 1
-        return number
+        return RULE, number
 
-    def _token(self) -> None:
+    def _token(self) -> Item:
         start = self.at
         match = self._take(_TOKEN, "a token is written <text> or <[number]>")
+        kind = NOT_TOKEN if match[0].startswith("!") else TOKEN
         if match[1] is not None:
             if int(match[1]) >= self._vocabulary:
                 self._fail(f"token {match[1]} is not in the vocabulary of {self._vocabulary} entries", start)
-        elif len(self._tokenize(match[0].removeprefix("!"))) != 1:
+            return kind, int(match[1])
+        tokens = self._tokenize(match[0].removeprefix("!"))
+        if len(tokens) != 1:
             self._fail(f"{match[0]} is not one token of this model", start)
+        return kind, tokens[0]
 
-    def _repeat(self, items: list[int], last: int, made: int, space: re.Pattern[str]) -> int:
+    def _repeat(self, items: list[Item], last: int, space: re.Pattern[str]) -> None:
         start = self.at
         sign = self._peek()
         self.at += 1
@@ -228,144 +279,86 @@ class _Parser:
             if self._peek() == ",":
                 self.at += 1
                 self._skip(space)
-                number = _NUMBER.match(self.text, self.at)
-                most = int(number[0]) if number else None
-                self.at = number.end() if number else self.at
+                most = None
+                if self._peek().isdecimal():
+                    most = int(self._take(_NUMBER, "a number of repetitions has at most nine digits")[0])
                 self._skip(space)
             if self._peek() != "}":
                 self._fail("a '}' must end the repetition")
             self.at += 1
             if most is not None and most < least:
                 self._fail(f"from {least} to {most} is nothing", start)
-            if least > MOST_REPEATS:
-                self._fail(f"{least} repetitions are more than the {MOST_REPEATS} that are allowed", start)
-            if most is not None and most > MOST_REPEATS:
-                most = None  # as llama.cpp does
         else:
             least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
         self._skip(space)
-        total = most or least or 1
-        if made * total > MOST_REPEATS:
-            self._fail(
-                f"{total} repetitions of something with {made} rules in it make more than {MOST_REPEATS} rules", start
-            )
         repeated = items[last:]
-        if least == 0:
-            del items[last:]
+        del items[last:]
+        item = repeated[0] if len(repeated) == 1 else (RULE, self._new_rule([repeated]))
+        items += self._exactly(item, least)
+        if most is None:
+            items.append(self._made("any", item, 0, lambda rule: [[item, rule], []]))
         else:
-            items += repeated * (least - 1)
-        tail: int | None = None
-        for _ in range(1 if most is None else most - least):
-            number_ = self._new_rule()
-            after = [number_] if most is None else [] if tail is None else [tail]
-            self.rules[number_] = _Rule([[*repeated, *after], []])
-            tail = number_
-        if tail is not None:
-            items.append(tail)
-        return made * total
+            items += self._at_most(item, most - least)
+
+    # Repetitions of one item, each made once.
+
+    def _made(self, kind: str, item: Item, count: int, make: Callable[[Item], list[list[Item]]]) -> Item:
+        key = kind, item, count
+        rule = self._repeated.get(key)
+        if rule is None:
+            rule = self._repeated[key] = RULE, self._new_rule()
+            self.rules[rule[1]] = make(rule)
+        return rule
+
+    def _exactly(self, item: Item, count: int) -> list[Item]:
+        if count <= MOST_WRITTEN_OUT:
+            return [item] * count
+        half = count // 2
+        return [
+            self._made(
+                "exactly", item, count, lambda _: [2 * self._exactly(item, half) + self._exactly(item, count % 2)]
+            )
+        ]
+
+    def _at_most(self, item: Item, count: int) -> list[Item]:
+        if count == 0:
+            return []
+        if count <= MOST_WRITTEN_OUT:
+            return [self._made("at most", item, count, lambda _: [[item, *self._at_most(item, count - 1)], []])]
+        # Half of them and more, or fewer than half: each number in one way.
+        half = (count + 1) // 2
+        return [
+            self._made(
+                "at most",
+                item,
+                count,
+                lambda _: [
+                    self._exactly(item, half) + self._at_most(item, count - half),
+                    self._at_most(item, half - 1),
+                ],
+            )
+        ]
 
 
-class _Weigher:
-    """Follows what a rule can begin with: for left recursion, and for how many ways there are."""
+def _codes(text: str) -> list[int]:
+    """The characters of a literal, escapes read."""
+    if "\\" not in text:
+        return list(map(ord, text))
+    out = []
+    at = 0
+    while at < len(text):
+        code, at = _code_at(text, at)
+        out.append(code)
+    return out
 
-    def __init__(self, rules: list[_Rule], names: dict[int, str]) -> None:
-        self.rules = rules
-        self.names = names
-        self.nullable = self._find_nullable()
-        self.ends = [0] * len(rules)
-        """Ways through a rule that take nothing."""
-        self.begins = [0] * len(rules)
-        """Ways to the first character of a rule."""
 
-    def weigh(self) -> None:
-        for number in self._innermost_first():
-            rule = self.rules[number]
-            ends = begins = 0
-            for items in rule.alternatives:
-                alternative_ends, alternative_begins = self._weigh_alternative(number, items)
-                ends += alternative_ends
-                begins += alternative_begins
-            self.ends[number], self.begins[number] = min(ends, _MANY), min(begins, _MANY)
-            if self.begins[number] > MOST_BEGINNINGS:
-                self._fail(number, f"can begin in more than {MOST_BEGINNINGS:,} ways")
-            if self.ends[number] > MOST_BEGINNINGS:
-                self._fail(number, f"can be empty in more than {MOST_BEGINNINGS:,} ways")
-
-    def _fail(self, number: int, problem: str) -> NoReturn:
-        name = self.names.get(number)
-        what = f"rule {name!r}" if name is not None else "a group or repetition"
-        raise InvalidRequestError(f"{what} {problem}: the grammar is too ambiguous to follow", "grammar")
-
-    def _weigh_alternative(self, number: int, items: list[int]) -> tuple[int, int]:
-        """Empty ways, and ways to a first character; from the end, since what follows an empty item counts too."""
-        ends, begins = 1, 0
-        for item in reversed(items):
-            if item == _CHARS:
-                ends, begins = 0, 1
-            else:
-                skipped = min(self.ends[item] * begins, _MANY)
-                if skipped > MOST_SKIPS:
-                    self._fail(number, f"can go on in more than {MOST_SKIPS} ways after its optional parts")
-                ends, begins = min(self.ends[item] * ends, _MANY), min(self.begins[item] + skipped, _MANY)
-        return ends, begins
-
-    def _find_nullable(self) -> list[bool]:
-        nullable = [False] * len(self.rules)
-        users: list[list[int]] = [[] for _ in self.rules]
-        for number, rule in enumerate(self.rules):
-            for item in {item for items in rule.alternatives for item in items if item != _CHARS}:
-                users[item].append(number)
-        todo = list(range(len(self.rules)))
-        while todo:
-            number = todo.pop()
-            if not nullable[number] and any(
-                all(item != _CHARS and nullable[item] for item in items) for items in self.rules[number].alternatives
-            ):
-                nullable[number] = True
-                todo += users[number]
-        return nullable
-
-    def _corners(self, number: int) -> Iterator[tuple[int, bool]]:
-        """Rules that a rule can begin with, and whether something of the rule is left to do after them."""
-        for items in self.rules[number].alternatives:
-            for index, item in enumerate(items):
-                if item == _CHARS:
-                    break
-                yield item, index + 1 < len(items)
-                if not self.nullable[item]:
-                    break
-
-    def _innermost_first(self) -> list[int]:
-        """All rules, each after those that it can begin with; raises for left recursion.
-
-        A cycle in which nothing is left to do after any of its rules does not grow, and is let pass: ``("a"*)*``.
-        """
-        order: list[int] = []
-        state = bytearray(len(self.rules))  # 0: not seen, 1: on the path, 2: done
-        for root in range(len(self.rules)):
-            if state[root]:
-                continue
-            path: list[tuple[int, bool, Iterator[tuple[int, bool]]]] = [(root, False, self._corners(root))]
-            state[root] = 1
-            while path:
-                number, _, corners = path[-1]
-                for corner, more in corners:
-                    if state[corner] == 1:
-                        # Back on the path: the steps from there to here, and this one.
-                        depth = next(index for index, entry in enumerate(path) if entry[0] == corner)
-                        if more or any(entry[1] for entry in path[depth + 1 :]):
-                            self._recursive(corner, [entry[0] for entry in path[depth:]])
-                    elif state[corner] == 0:
-                        state[corner] = 1
-                        path.append((corner, more, self._corners(corner)))
-                        break
-                else:
-                    state[number] = 2
-                    order.append(number)
-                    path.pop()
-        return order
-
-    def _recursive(self, number: int, cycle: list[int]) -> NoReturn:
-        named = next((self.names[rule] for rule in [number, *cycle] if rule in self.names), None)
-        what = f"rule {named!r}" if named is not None else "a repetition"
-        raise InvalidRequestError(f"{what} can begin with itself; write the recursion at its end", "grammar")
+def _code_at(text: str, at: int) -> tuple[int, int]:
+    """The character that stands at ``at``, maybe escaped, and where the next one stands."""
+    if text[at] != "\\":
+        return ord(text[at]), at + 1
+    escaped = text[at + 1]
+    digits = _DIGITS.get(escaped)
+    if digits is None:
+        return ord(_SHORT_ESCAPES.get(escaped, escaped)), at + 2
+    end = at + 2 + digits
+    return int(text[at + 2 : end], 16), end

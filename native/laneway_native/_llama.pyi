@@ -84,6 +84,7 @@ class _Lib:
     LANEWAY_UNSUPPORTED: Final = 110
     LANEWAY_BAD_STATE: Final = 111
     LANEWAY_NOT_FINITE: Final = 112
+    LANEWAY_GRAMMAR_LIMIT: Final = 113
     LANEWAY_TOP_LOGPROBS: Final = 20
     LANEWAY_MOST_ROUNDS: Final = 32
 
@@ -157,6 +158,8 @@ class _Lib:
         self, model: ModelHandle, sampling: Any, prompt: Any, prompt_count: int, sampler: Any, error: Error, /
     ) -> int: ...
     def laneway_sampler_free(self, sampler: SamplerHandle, /) -> None: ...
+    def laneway_sampler_begins(self, sampler: SamplerHandle, begins: Any, error: Error, /) -> int: ...
+    def laneway_sampler_grammar_work(self, sampler: SamplerHandle, /) -> int: ...
     def laneway_sampler_pick(
         self, sampler: SamplerHandle, logits: Any, count: int, choice: Any, error: Error, /
     ) -> int: ...

@@ -13,8 +13,8 @@ from laneway_native._ffi import ffi, lib
 logger = logging.getLogger("laneway.llama")
 
 # llama.cpp warns of much that only its makers mend, and calls "error" what its caller handles.
-_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.INFO, 4: logging.WARNING, 6: logging.WARNING}
-"""llama.cpp's levels and, as 6, that of our own C code."""
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.INFO, 4: logging.WARNING}
+"""By llama.cpp's levels."""
 
 
 def follow_level() -> None:

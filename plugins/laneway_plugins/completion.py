@@ -75,6 +75,10 @@ def _stop_strings(value: str | Iterable[str]) -> tuple[str, ...]:
             raise InvalidRequestError(f"a stop string is a str, not {string!r}", "stop")
         if not string:
             raise InvalidRequestError("a stop string must not be empty: it would stop every answer at once", "stop")
+        try:
+            string.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"a stop string is not valid Unicode: {error.reason}", "stop") from None
     if len(out) > MAX_STOP_STRINGS:
         raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are taken, not {len(out)}", "stop")
     return out

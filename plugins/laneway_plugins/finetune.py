@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -398,9 +397,6 @@ class _OpenTraining:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        if self._run.state != "cancelling":
-            # Whoever leaves has not asked for the work to be thrown away.
-            self._control.left = True
         try:
             return await self._opening.__aexit__(kind, error, traceback)
         finally:
@@ -522,8 +518,6 @@ class _Control:
     """A caller's way to the handler of its request."""
 
     pause: trio.Event = attrs.field(factory=trio.Event)
-    left: bool = False
-    """The caller has gone without a cancel: what there is stays."""
     paused: bool = False
 
 
@@ -819,7 +813,7 @@ class _Fit:
             await self._leave(self._keep_what_there_is)
             raise
         except BaseException:
-            unwanted = self._is_unwanted() if self._unwanted is None else self._unwanted
+            unwanted = self._ctx.cancel_asked if self._unwanted is None else self._unwanted
             await self._leave(self._files.cancel if unwanted else self._keep_what_there_is)
             raise
         finally:
@@ -833,13 +827,6 @@ class _Fit:
             except OSError as error:
                 # How it ended is to be told, not this.  A checkpoint is found also under a record that was not updated.
                 log.warning("what the training of %s leaves cannot be put in order: %s", self._files.output, error)
-
-    def _is_unwanted(self) -> bool:
-        """Whether the end was asked for; a caller that leaves, an unload and a closing engine leave what there is."""
-        if trio.current_effective_deadline() != -math.inf:
-            return False
-        model = self._ctx.model
-        return not self._control.left and model.state == "loaded" and not model.engine.snapshot().closed
 
     async def _begin(self, earlier: Record | None) -> None:
         job, files = self._job, self._files
@@ -867,7 +854,7 @@ class _Fit:
                     last = await conversation.run()
                 except BaseException:
                     # Until the process has ended more may happen, which would have it look otherwise.
-                    self._unwanted = self._is_unwanted()
+                    self._unwanted = self._ctx.cancel_asked
                     raise
         finally:
             if self._curve is not None:

@@ -20,7 +20,7 @@ import attrs
 import trio
 
 from laneway import Backend, InvalidRequestError, Loader, ModelLoadError, ModelSource, PluginSpec, hookimpl
-from laneway.validators import number, of_type, optional, whole
+from laneway.validators import is_number, number, of_type, optional, shown, whole
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -42,10 +42,10 @@ def _adapters(value: object) -> tuple[tuple[str, float], ...]:
 
 def _adapter(item: Any, wanted: str) -> tuple[str, float]:
     path, scale = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, 1.0)
-    if not isinstance(path, (str, os.PathLike)) or isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise InvalidRequestError(f"{wanted}, not {item!r}", "lora")
-    if not math.isfinite(scale):
-        raise InvalidRequestError(f"a scale is a finite number, not {scale!r}", "lora")
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(scale, (int, float)):
+        raise InvalidRequestError(f"{wanted}, not {shown(item)}", "lora")
+    if not is_number(scale) or math.isinf(scale):
+        raise InvalidRequestError(f"a scale is a finite number, not {shown(scale)}", "lora")
     return os.fspath(path), float(scale)
 
 

@@ -24,6 +24,7 @@ class Generate:
     max_tokens: int | None = 8
     weight: int = 1
     keys: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +44,9 @@ async def _prepare_generate(model: laneway.Model, request: Generate) -> laneway.
 async def _generate(ctx: laneway.RequestContext, prepared: laneway.Prepared) -> laneway.Answer:
     request = prepared.payload
     prompt = list(request.prompt)
-    async with ctx.generate(prompt, GREEDY, max_tokens=request.max_tokens, deliver=ctx.put) as tokens:
+    async with ctx.generate(
+        prompt, GREEDY, max_tokens=request.max_tokens, stop=request.stop, deliver=ctx.put
+    ) as tokens:
         return await tokens.finish()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 from typing import Any
 
@@ -174,6 +175,48 @@ async def test_C3_cancel_is_synchronous_and_counts(autojump_clock: trio.testing.
             assert b.engine.cancel(behind.request_id) == 0
 
 
+async def test_C3_a_cancelling_request_counts_no_more_and_keeps_its_first_reason(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def linger(ctx: laneway.RequestContext) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(1)
+
+    async with bench(parallel=3) as b:
+        async with (
+            b.run("body", Body(linger)) as alone,
+            b.run("common", Body(linger)) as one,
+            b.run("common", Body(linger)) as two,
+        ):
+            await two.admitted()
+            assert b.engine.cancel(alone.request_id, "first") == 1
+            assert b.engine.cancel(alone.request_id, "second") == 0
+            assert b.engine.cancel(one.request_id, "both") == 2
+            assert b.engine.cancel(two.request_id, "again") == 0
+            assert b.engine.cancel_all(reason="everything") == 0
+            assert [run.state for run in (alone, one, two)] == ["cancelling"] * 3
+            for run, reason in ((alone, "first"), (one, "both"), (two, "both")):
+                error = await _outcome(run)
+                assert isinstance(error, laneway.InferenceCancelledError)
+                assert error.reason == reason
+            name = alone.request_id
+        # Nothing was armed by any of it (rule C5).
+        async with b.run("generate", Generate(PROMPT, 1), request_id=name) as run:
+            await run.result()
+
+
+async def test_C3_cancel_all_counts_those_that_it_ends(autojump_clock: trio.testing.MockClock) -> None:
+    async with bench(parallel=1) as b, b.run("body", Body(forever)) as runs, b.run("body", Body(forever)) as waits:
+        await runs.admitted()
+        assert b.engine.cancel(runs.request_id) == 1
+        assert b.engine.cancel_all(kind="body") == 1
+        assert isinstance(await _outcome(runs), laneway.InferenceCancelledError)
+        assert isinstance(await _outcome(waits), laneway.InferenceCancelledError)
+
+
 async def test_C3_cancel_all_takes_a_model_and_a_kind(autojump_clock: trio.testing.MockClock) -> None:
     async with bench(parallel=2) as b:
         other = await b.engine.load_model("scripted:b", 2)
@@ -188,7 +231,7 @@ async def test_C3_cancel_all_takes_a_model_and_a_kind(autojump_clock: trio.testi
                 assert b.engine.cancel_all(model=other, kind="generate") == 0
                 assert b.engine.cancel_all(model=b.model, kind="body") == 3
                 assert [waiter.kind for waiter in b.lane().waiting] == ["generate"]
-                assert b.engine.cancel_all() == 5
+                assert b.engine.cancel_all() == 2  # the other three are cancelling already
                 assert isinstance(await _outcome(elsewhere), laneway.InferenceCancelledError)
         assert all(isinstance(end, laneway.InferenceCancelledError) for end, _ in ends.values())
         b.nothing_left()
@@ -276,7 +319,7 @@ async def test_C5_an_id_that_lives_or_has_just_ended_arms_nothing(autojump_clock
             await run.admitted()
             assert run.state == "running"
             assert b.engine.cancel("x") == 1
-            assert b.engine.cancel("x") == 1  # still live, already cancelling: reached, and nothing is armed
+            assert b.engine.cancel("x") == 0  # cancelling already, but live: nothing is armed
             assert isinstance(await _outcome(run), laneway.InferenceCancelledError)
         async with b.run("generate", Generate(PROMPT, 1), request_id="x") as run:
             await run.result()
@@ -315,6 +358,69 @@ async def test_C6_the_error_holds_what_had_been_made(autojump_clock: trio.testin
         assert b.expected_text(PROMPT, 40).startswith(error.text)
         assert error.stats is not None
         assert error.stats.generated_tokens == len(error.tokens)
+
+
+async def test_C6_the_error_holds_what_was_held_back_for_a_stop_string(autojump_clock: trio.testing.MockClock) -> None:
+    async with bench(parallel=1) as b:
+        whole = b.expected_text(PROMPT, 40)
+        # The whole answer may become this stop string, which is one character longer: all of it is held back.
+        stop = (whole + "!",)
+        async with b.run("generate", Generate(PROMPT, None, stop=stop), request_id="mine") as run:
+            await trio.sleep(1.05)
+            b.engine.cancel("mine")
+            error = await _outcome(run)
+        assert isinstance(error, laneway.InferenceCancelledError)
+        made = codecs.getincrementaldecoder("utf-8")("replace").decode(
+            b"".join(map(b.model.tokenizer.piece, error.tokens))
+        )
+        assert len(made) > 3
+        assert error.text == made
+
+
+async def test_C6_the_error_holds_what_a_handler_without_sequences_has_handed_out(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def say(ctx: laneway.RequestContext) -> None:
+        for item, text in (("1", "a"), ("2", "b"), ("1", "c")):
+            await ctx.emit(laneway.BatchEvent(item, laneway.TextDelta(text)))
+        await ctx.emit(laneway.Progress(1, 2, "item"))
+        await trio.sleep_forever()
+
+    async with bench() as b, b.run("body", Body(say), request_id="mine") as run:
+        await trio.sleep(1)
+        b.engine.cancel("mine")
+        error = await _outcome(run)
+    assert isinstance(error, laneway.InferenceCancelledError)
+    assert (error.text, error.tokens) == ("acb", ())
+
+
+@pytest.mark.parametrize("how", ["cancel", "cancel_all", "leave", "deadline", "unload"])
+async def test_C6_a_handler_is_told_whether_its_end_was_asked_for(
+    how: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    told: list[bool] = []
+
+    async def body(ctx: laneway.RequestContext) -> None:
+        assert not ctx.cancel_asked
+        try:
+            await trio.sleep_forever()
+        finally:
+            told.append(ctx.cancel_asked)
+
+    async with bench() as b:
+        with trio.move_on_after(1 if how == "deadline" else 10):
+            async with b.run("body", Body(body), request_id="mine") as run:
+                await run.admitted()
+                await trio.testing.wait_all_tasks_blocked()
+                if how == "cancel":
+                    b.engine.cancel("mine")
+                elif how == "cancel_all":
+                    b.engine.cancel_all()
+                elif how == "unload":
+                    await b.engine.unload_model(b.model)
+                if how != "leave":
+                    await _outcome(run)
+    assert told == [how in ("cancel", "cancel_all")]
 
 
 async def test_C6_the_callers_own_cancel_comes_untouched_and_wins(autojump_clock: trio.testing.MockClock) -> None:
@@ -627,6 +733,37 @@ async def test_C11_three_failed_steps_in_a_row_fail_the_model(autojump_clock: tr
         async with b.engine.run(healthy, "generate", Generate(PROMPT, 2)) as run:
             assert (await run.result()).stop_reason == "length"
         await b.engine.unload_model(b.model)
+
+
+async def test_C11_every_sequence_that_goes_with_the_model_is_told_the_same_number(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    ends: dict[str, Any] = {}
+    async with bench(parallel=4, fail_drop={1: laneway.DecodeError("cannot drop")}, prefix_cache=False) as b:
+        async with trio.open_nursery() as nursery:
+            for name, max_tokens in (("ends", 3), ("one", 30), ("two", 30), ("three", 30)):
+                nursery.start_soon(_end_of, b, "generate", Generate(PROMPT, max_tokens), ends, name)
+        failed = [end for end, _ in ends.values() if isinstance(end, laneway.DecodeError)]
+        # The one whose slot could not be dropped had its answer, but it was in the loop as well.
+        assert [error.sequences for error in failed] == [4, 4, 4]
+        assert b.model.state == "failed"
+
+
+async def test_C11_four_runs_of_one_failed_call_are_told_the_same_number(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    ends: dict[str, Any] = {}
+
+    def explode(number: int, batch: laneway.decoder.StepBatch) -> None:
+        if len(batch.chunks) == 4:
+            raise AssertionError("a bug")
+
+    async with bench(parallel=4, at_step=explode) as b:
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(_end_of, b, "generate", Generate((number + 1, 2, 3), 30), ends, str(number))
+        errors = [end for end, _ in ends.values()]
+        assert [(type(error), error.sequences) for error in errors] == [(laneway.DecodeError, 4)] * 4
 
 
 async def test_C11_failures_that_are_not_in_a_row_do_not(autojump_clock: trio.testing.MockClock) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import gc
 import logging
 from typing import Any
 
@@ -369,3 +371,66 @@ async def test_S2_emit_waits_only_while_the_run_is_paused(autojump_clock: trio.t
             assert [e async for e in run][:-1] == list(range(100))
             assert await run.result() == 7
         assert isinstance(b, Bench)
+
+
+@pytest.mark.parametrize("backpressure", ["merge", "pause"])
+@pytest.mark.parametrize("held_by", ["nothing", "an exit stack", "a cycle"])
+async def test_R3_a_run_that_is_dropped_without_leaving_its_block_ends(
+    backpressure: str, held_by: str, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(parallel=1) as b:
+
+        async def begin() -> None:
+            opening = b.run("generate", Generate(PROMPT, None), backpressure=backpressure, request_id="dropped")
+            if held_by == "an exit stack":
+                await contextlib.AsyncExitStack().enter_async_context(opening)
+                return
+            run = await opening.__aenter__()
+            if held_by == "a cycle":
+                cycle: list[Any] = [run]
+                cycle.append(cycle)
+
+        await begin()
+        await trio.sleep(10)
+        # Nothing that the loop does before this may end it: an object in a cycle lives until it is collected.
+        gc.collect()
+        await b.engine.wait_ended("dropped")
+        b.nothing_left()
+        assert "dropped" in caplog.text
+        async with b.run("generate", Generate(PROMPT, 3), overflow="reject") as run:
+            await run.result()
+
+
+async def test_R3_a_run_that_is_dropped_in_another_thread_ends(autojump_clock: trio.testing.MockClock) -> None:
+    async with bench(parallel=1) as b:
+        runs = [await b.run("generate", Generate(PROMPT, None), request_id="dropped").__aenter__()]
+        await trio.to_thread.run_sync(runs.clear)
+        await b.engine.wait_ended("dropped")
+        b.nothing_left()
+
+
+async def test_R3_a_run_that_is_kept_after_its_block_drops_nothing(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(parallel=1) as b:
+        async with b.run("stubborn", Body(lambda ctx: trio.sleep(9))) as run:
+            await run.admitted()
+        # Scope `none`: the caller has left, the work goes on.
+        assert run.state == "cancelling"
+        del run
+        gc.collect()
+        await trio.testing.wait_all_tasks_blocked()
+        assert "was dropped" not in caplog.text
+
+
+def test_R3_a_run_that_outlives_its_loop_is_silent() -> None:
+    runs: list[laneway.Run] = []
+
+    async def main() -> None:
+        async with bench(parallel=1) as b:
+            runs.append(await b.run("generate", Generate(PROMPT, None)).__aenter__())
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert runs[0].state == "cancelled"
+    runs.clear()
+    gc.collect()

@@ -373,3 +373,23 @@ async def test_wrong_uses_are_named(autojump_clock: trio.testing.MockClock) -> N
                 await tokens.saved_state()
 
         await handle(b, body)
+
+
+async def test_a_state_that_does_not_load_leaves_a_shorter_prefix_in_memory_of_use(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(parallel=2, policy=ROUNDS) as b:
+        state = await saved(b)
+    prompt = (*state.tokens, 40, 41)
+    shorter = state.tokens[:12]
+    async with bench(parallel=2, policy=ROUNDS) as b:
+
+        async def broken(slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
+            raise DecodeError("no memory for it")
+
+        await handle(b, lambda ctx: answered(ctx, (*shorter, 50), 1))
+        monkeypatch.setattr(b.decoder, "load", broken)
+        count, stats = await restored(b, state, prompt)
+        assert (count, stats.cached_tokens) == (0, len(shorter))
+        assert "could not be loaded" in caplog.text
+        b.nothing_left()

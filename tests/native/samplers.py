@@ -9,9 +9,10 @@ from typing import Any
 
 from laneway.decoder import Sampling, TokenLogprob
 from laneway_native import Model
-from laneway_native._decoder import native_sampling
+from laneway_native._decoder import native_sampling, tables_of
 from laneway_native._errors import check, new_error
 from laneway_native._ffi import ffi, lib
+from laneway_native._grammar import GrammarLimits
 
 
 class NativeSampler:
@@ -30,6 +31,11 @@ class NativeSampler:
         return int(self._choice.token)
 
     @property
+    def work(self) -> int:
+        """What following the grammar has cost in the last pick, in places looked at."""
+        return int(lib.laneway_sampler_grammar_work(self._handle))
+
+    @property
     def logprob(self) -> TokenLogprob:
         """Of the last pick, if they were asked for."""
         choice = self._choice
@@ -39,10 +45,17 @@ class NativeSampler:
 
 @contextmanager
 def native_sampler(
-    sampling: Sampling, prompt: Sequence[int] = (), model: Model | None = None
+    sampling: Sampling,
+    prompt: Sequence[int] = (),
+    model: Model | None = None,
+    limits: GrammarLimits | None = None,
 ) -> Iterator[NativeSampler]:
     """A sampler that has seen ``prompt``; a grammar needs ``model``."""
-    native = native_sampling(sampling)
+    tables = None
+    if sampling.grammar is not None:
+        assert model is not None
+        tables = tables_of(model, sampling.grammar)
+    native = native_sampling(sampling, tables, limits)
     error = new_error()
     out = ffi.new("laneway_sampler **")
     tokens = ffi.new("int32_t[]", list(prompt))

@@ -57,6 +57,8 @@ class Reference:
 
     sampling: Sampling
     prompt: Sequence[int]
+    end_tokens: frozenset[int] = frozenset()
+    """Those are never penalised."""
     answer: list[int] = attrs.field(factory=list)
     random: Random = attrs.field(init=False)
 
@@ -73,7 +75,7 @@ class Reference:
             touched = set(self.prompt) | set(self.answer)
         else:
             touched = set(self.answer)
-        for token in touched:
+        for token in touched - self.end_tokens:
             logit = out[token]
             if self.sampling.repeat_penalty != 1.0:
                 logit = logit / self.sampling.repeat_penalty if logit > 0 else logit * self.sampling.repeat_penalty

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneway.decoder import DecodeError, Sampling
+from laneway_native import Model
+from laneway_native._ffi import lib
 from tests.native.samplers import native_sampler
 from tests.native.sampling_reference import Random, Reference, float32
+from tests.tiny_model import EOS, FIRST_BYTE, IM_END
 
 BLOCK = 256
 """The C code works in blocks of so many logits."""
@@ -52,10 +55,12 @@ def samplings(draw: st.DrawFn, /, size: int, **fixed: object) -> Sampling:
     return Sampling(**{**fields, **fixed})  # type: ignore[arg-type]
 
 
-def assert_same(sampling: Sampling, prompt: Sequence[int], given_rows: Sequence[Sequence[float]]) -> None:
+def assert_same(
+    sampling: Sampling, prompt: Sequence[int], given_rows: Sequence[Sequence[float]], model: Model | None = None
+) -> None:
     """Pick once from each row, in C and in Python, and compare."""
-    reference = Reference(sampling, prompt)
-    with native_sampler(sampling, prompt) as sampler:
+    reference = Reference(sampling, prompt, frozenset() if model is None else model.end_tokens)
+    with native_sampler(sampling, prompt, model) as sampler:
         for row in given_rows:
             token = sampler.pick(row)
             assert token in reference.pick(row)
@@ -84,6 +89,24 @@ def test_large_vocabulary(data: st.DataObject) -> None:
     row = data.draw(rows(size=20 * BLOCK + 7))
     sampling = data.draw(samplings(len(row), logit_bias={}))
     assert_same(sampling, [], [row, row])
+
+
+@given(st.data())
+def test_end_tokens_are_never_penalised(tiny: Model, data: st.DataObject) -> None:
+    """The tiny model's end tokens are among its first few, so the prompts are full of them."""
+    row = data.draw(rows(size=12))
+    sampling = data.draw(samplings(12, repeat_penalty=data.draw(st.sampled_from([1.3, 5.0, 0.2]))))
+    prompt = data.draw(st.lists(st.integers(0, 6), max_size=6))
+    assert_same(sampling, prompt, [row] * 4, tiny)
+
+
+def test_a_chat_full_of_end_tokens_can_still_end(tiny: Model) -> None:
+    row = [0.0] * tiny.size
+    row[IM_END], row[FIRST_BYTE] = 4.0, 3.0
+    for prompt in ([IM_END] * 5, [EOS, IM_END]):
+        sampling = Sampling(temperature=0.0, repeat_penalty=10.0, frequency_penalty=2.0, presence_penalty=2.0)
+        with native_sampler(sampling, prompt, tiny) as sampler:
+            assert sampler.pick(row) == IM_END
 
 
 @given(rows(), st.data())
@@ -231,10 +254,15 @@ def test_a_bias_does_not_hide_logits_that_are_not_numbers() -> None:
                 sampler.pick([bad, 1.0])
 
 
-def test_everything_forbidden_is_an_error_without_an_end_token() -> None:
-    with native_sampler(Sampling(temperature=0.0, logit_bias={0: -math.inf, 1: -math.inf})) as sampler:
-        with pytest.raises(DecodeError, match="forbid every token"):
-            sampler.pick([1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_everything_forbidden_is_an_error_and_no_end_token(tiny: Model, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, logit_bias={0: -math.inf, 1: -math.inf})
+    for model in (None, tiny):
+        with native_sampler(sampling, model=model) as sampler:
+            with pytest.raises(DecodeError, match="no token may come next") as caught:
+                sampler.pick([1.0, 2.0])
+            assert caught.value.status == lib.LANEWAY_NO_TOKEN
+            assert sampler.pick([1.0, 2.0, 3.0]) == 2  # the sampler itself is as it was
 
 
 @given(st.data())

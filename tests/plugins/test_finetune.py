@@ -25,6 +25,7 @@ from laneway import (
     InferenceCancelledError,
     InvalidRequestError,
     RequestRejectedByPolicyError,
+    Run,
 )
 from laneway.testing import check_plugin
 from laneway_plugins import batch, completion, finetune, llm_translate
@@ -883,6 +884,48 @@ async def test_cancel_removes_the_checkpoint(b: Bench, autojump_clock: trio.test
         b.resume()
     assert (await b.train()).state == "completed"
     assert b.left() == ["adapter.gguf"]
+
+
+@pytest.mark.parametrize("how", ["leaves", "deadline", "unload"])
+async def test_C1_a_training_that_engine_run_opened_keeps_its_checkpoint_unless_it_is_cancelled(
+    b: Bench, autojump_clock: trio.testing.MockClock, how: str
+) -> None:
+    request = finetune.FinetuneRequest(dataset=b.data, output=b.output, checkpoint_every=2)
+    with trio.move_on_after(2.5 * STEP_SECONDS if how == "deadline" else math.inf):
+        async with b.s.engine.run(b.s.model, "finetune", request) as run:
+            await run.admitted()
+            await trio.sleep(2.5 * STEP_SECONDS)
+            assert b.files.has_checkpoint
+            if how == "unload":
+                await b.s.engine.unload_model(b.s.model)
+                with pytest.raises(InferenceCancelledError):
+                    await run.result()
+    assert b.state() == "paused"
+    assert b.files.has_checkpoint
+
+
+async def test_C3_a_cancel_of_a_training_that_is_leaving_costs_no_checkpoint(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    request = finetune.FinetuneRequest(dataset=b.data, output=b.output, checkpoint_every=2)
+    counts: list[int] = []
+
+    async def cancel_late(run: Run) -> None:
+        while run.state != "cancelling":
+            await trio.lowlevel.checkpoint()
+        counts.append(b.s.engine.cancel("training"))
+
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as scope:
+            async with b.s.engine.run(b.s.model, "finetune", request, request_id="training") as run:
+                await run.admitted()
+                await trio.sleep(2.5 * STEP_SECONDS)
+                nursery.start_soon(cancel_late, run)
+                scope.cancel()
+                await trio.sleep_forever()
+    assert counts == [0]
+    assert b.files.has_checkpoint
+    assert b.state() == "paused"
 
 
 async def test_a_cancel_removes_what_there_is_of_an_adapter(b: Bench, autojump_clock: trio.testing.MockClock) -> None:

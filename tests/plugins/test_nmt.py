@@ -443,8 +443,10 @@ async def test_C1_beam_search_stops_between_batches(words: Path, monkeypatch: py
             run_id = run.request_id
             assert model.engine.cancel(run_id) == 1
             await model.engine.wait_ended(run_id)
-            with pytest.raises(InferenceCancelledError):
+            with pytest.raises(InferenceCancelledError) as cancelled:
                 await run.result()
+            # Rule C6: what it had made until then.
+            assert cancelled.value.text
         assert spy.begun <= begun + 1
         assert all(len(made) <= nmt.BEAM_BATCH for made in spy.results)
 

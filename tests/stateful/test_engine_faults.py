@@ -154,12 +154,12 @@ def cancels_a_peer(patch: Patch) -> None:
     """C2: a cancel by id reaches the neighbour of its request as well."""
     cancel_request = Registry.cancel_request
 
-    def cancel_two(self: Registry, request: Request, reason: str) -> int:
+    def cancel_two(self: Registry, request: Request, reason: str, *, asked: bool = False) -> int:
         for other in self._group(request):
             if other is not request and other.state is State.RUNNING:
                 self._cancel_one(other, reason)
                 break
-        return cancel_request(self, request, reason)
+        return cancel_request(self, request, reason, asked=asked)
 
     patch.setattr(Registry, "cancel_request", cancel_two)
 
@@ -169,10 +169,10 @@ def loses_a_cancel_in_a_crowd(patch: Patch) -> None:
     """C3: of many that are cancelled at once, some stay in the queue."""
     cancel_many = Registry.cancel_many
 
-    def cancel_some(self: Registry, requests: Iterable[Request], reason: str) -> int:
+    def cancel_some(self: Registry, requests: Iterable[Request], reason: str, *, asked: bool = False) -> int:
         chosen = list(requests)
-        cancel_many(self, chosen[:128], reason)
-        return len(chosen)
+        lost = sum(request.state in (State.WAITING, State.RUNNING) for request in chosen[128:])
+        return cancel_many(self, chosen[:128], reason, asked=asked) + lost
 
     patch.setattr(Registry, "cancel_many", cancel_some)
 
@@ -181,9 +181,8 @@ def loses_a_cancel_in_a_crowd(patch: Patch) -> None:
 def lets_in_on_the_way_out(patch: Patch) -> None:
     """C3: those of one scope leave the queue oldest first, and let each other in."""
 
-    def cancel_each(self: Registry, requests: Iterable[Request], reason: str) -> None:
-        for request in requests:
-            self._cancel_one(request, reason)
+    def cancel_each(self: Registry, requests: Iterable[Request], reason: str, *, asked: bool = False) -> int:
+        return sum(self._cancel_one(request, reason, asked=asked) for request in requests)
 
     patch.setattr(Registry, "_cancel_each", cancel_each)
 
@@ -192,13 +191,37 @@ def lets_in_on_the_way_out(patch: Patch) -> None:
 def lets_a_waiter_cancel_those_who_run(patch: Patch) -> None:
     """C1: with scope ``model``, the cancel of a waiter ends its whole scope."""
 
-    def cancel_request(self: Registry, request: Request, reason: str) -> int:
+    def cancel_request(self: Registry, request: Request, reason: str, *, asked: bool = False) -> int:
         common = request.operation.scope is Scope.MODEL
         group = self._group(request) if common else [request]
-        self._cancel_each(group, reason)
-        return len(group) if request.state is State.RUNNING else 1
+        return self._cancel_each(group, reason, asked=asked)
 
     patch.setattr(Registry, "cancel_request", cancel_request)
+
+
+@seen_by(RequestMachine)
+def counts_whom_it_does_not_end(patch: Patch) -> None:
+    """C3: a request that is cancelling already counts once more."""
+    cancel_request = Registry.cancel_request
+
+    def cancel_counting_all(self: Registry, request: Request, reason: str, *, asked: bool = False) -> int:
+        cancelling = request.state is State.CANCELLING
+        return cancel_request(self, request, reason, asked=asked) + cancelling
+
+    patch.setattr(Registry, "cancel_request", cancel_counting_all)
+
+
+@seen_by(RequestMachine)
+def gives_a_cancelling_one_another_reason(patch: Patch) -> None:
+    """C3: the last reason counts instead of the first one."""
+    cancel_one = Registry._cancel_one
+
+    def cancel_again(self: Registry, request: Request, reason: str, *, asked: bool = False) -> bool:
+        if request.state is State.CANCELLING:
+            request.cancel_reason = reason
+        return cancel_one(self, request, reason, asked=asked)
+
+    patch.setattr(Registry, "_cancel_one", cancel_again)
 
 
 @seen_by(RequestMachine)

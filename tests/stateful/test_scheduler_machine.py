@@ -16,13 +16,15 @@ from hypothesis.stateful import (
 )
 
 from laneway._scheduler import Output, Scheduler, Sequence, SequenceState, Step
-from laneway.decoder import BatchPolicy, Sampling, StepBatch, StepResult
+from laneway.decoder import BatchPolicy, DecodeError, Sampling, StepBatch, StepResult
 
-PIECES = [b"", b"a", b"b", b"\xc3", b"\xa9"]  # the last two make one character together
+PIECES = [b"", b"a", b"b", b"\xc3", b"\xa9", b""]  # \xc3 and \xa9 make one character together
 END = 0
+CONTROL = 5  # a control token, which some sequences have as a stop string
+NOTHING = -1  # in place of a token: the decoder has none for this sequence
 SAMPLING = Sampling()
 
-TOKENS = st.lists(st.integers(1, len(PIECES) - 1) | st.integers(0, len(PIECES) - 1), min_size=1, max_size=20)
+TOKENS = st.lists(st.integers(1, 4) | st.integers(1, 4) | st.integers(NOTHING, CONTROL), min_size=1, max_size=20)
 SECONDS = st.just(0.0) | st.floats(1e-4, 2.0)
 
 
@@ -139,6 +141,7 @@ class SchedulerRules(RuleBasedStateMachine):
         prompt=st.floats(0, 1),
         cached=st.just(0.0) | st.floats(0, 1),
         stop=st.sampled_from([(), (), ("ab",), ("bb", "aba"), ("é",)]),
+        stop_tokens=st.sampled_from([frozenset[int](), frozenset({CONTROL}), frozenset({CONTROL, END})]),
     )
     def add(
         self,
@@ -147,6 +150,7 @@ class SchedulerRules(RuleBasedStateMachine):
         prompt: float,
         cached: float,
         stop: tuple[str, ...],
+        stop_tokens: frozenset[int],
     ) -> MultipleResults[Job]:
         length = 1 + int(prompt * (self.window - 2))
         left = self.window - length
@@ -161,6 +165,7 @@ class SchedulerRules(RuleBasedStateMachine):
                 sampling=SAMPLING,
                 max_tokens=max_tokens,
                 stop=stop,
+                stop_tokens=stop_tokens,
                 restorable=min(int(cached * length), length - 1),
             )
             job = self.all[sequence] = Job(sequence, room=left if max_tokens is None else min(left, max_tokens))
@@ -265,20 +270,26 @@ class SchedulerRules(RuleBasedStateMachine):
         step, self.step = self.step, None
         sampled = [chunk.slot for chunk in step.batch.chunks if chunk.sample]
         rounds: list[dict[int, int]] = []
+        failures: dict[int, DecodeError] = {}
         going = sampled
         for number in range(min(step.batch.rounds, ended_after)):
-            rounds.append({slot: tokens[(number + at) % len(tokens)] for at, slot in enumerate(going)})
-            going = [slot for slot in going if rounds[-1][slot] != END]
+            picked = {slot: tokens[(number + at) % len(tokens)] for at, slot in enumerate(going)}
+            failures |= {slot: DecodeError("nothing") for slot in going if picked[slot] == NOTHING}
+            rounds.append({slot: token for slot, token in picked.items() if token != NOTHING})
+            going = [slot for slot, token in rounds[-1].items() if token != END]
         for chunk, sequence in zip(step.batch.chunks, step.sequences, strict=True):
             job = self.all[sequence]
             job.cells.extend(chunk.tokens)
-            job.beyond = [made[chunk.slot] for made in rounds if chunk.slot in made][:-1]
+            job.beyond = [made[chunk.slot] for made in rounds if chunk.slot in made]
+            if chunk.slot not in failures:
+                job.beyond = job.beyond[:-1]
         if step.prefill:
             self.intake += seconds
-        outputs = self.scheduler.postprocess(step, StepResult(rounds[0], seconds, later=tuple(rounds[1:])))
+        result = StepResult(rounds[0], seconds, later=tuple(rounds[1:]), failures=failures)
+        outputs = self.scheduler.postprocess(step, result)
         assert [self.all[output.sequence].slot for output in outputs] == sampled
         for output in outputs:
-            self._check_output(output, rounds, decoding=not step.prefill)
+            self._check_output(output, rounds, failures, decoding=not step.prefill)
 
     @precondition(lambda self: self.step is not None)
     @rule()
@@ -446,23 +457,30 @@ class SchedulerRules(RuleBasedStateMachine):
             assert 1 <= step.batch.rounds <= max(1, job.room - len(job.answer))
         assert step.batch.rounds == 1 or (self.policy.rounds_target and not self._pending())
 
-    def _check_output(self, output: Output, rounds: list[dict[int, int]], *, decoding: bool) -> None:
+    def _check_output(
+        self, output: Output, rounds: list[dict[int, int]], failures: dict[int, DecodeError], *, decoding: bool
+    ) -> None:
         job = self.all[output.sequence]
         assert job.slot is not None
         job.state = SequenceState.DECODING
         reason = None
         taken = 0
-        while reason is None and taken < len(rounds):
-            token = rounds[taken][job.slot]
+        closed = failed = False
+        while reason is None and not failed and taken < len(rounds):
+            token = rounds[taken].get(job.slot, NOTHING)
             if taken:
                 job.cells.append(job.answer[-1])
                 assert job.beyond.pop(0) == job.answer[-1]
             if decoding:
                 job.together.append(len(rounds[taken]))
+            if token == NOTHING:
+                failed = True
+                break
             taken += 1
-            if token != END:
+            closed = token == END or token in job.sequence.stop_tokens
+            if not closed:
                 job.answer.append(token)
-            if job.text()[1]:
+            if job.text()[1] or token in job.sequence.stop_tokens:
                 reason = "stop"
             elif token == END:
                 reason = "eos"
@@ -472,9 +490,12 @@ class SchedulerRules(RuleBasedStateMachine):
         assert output.sequence.output == job.answer
         job.said += output.text
         text, _ = job.text()
-        if reason is None:
+        assert output.closed is closed
+        assert output.error is (failures[job.slot] if failed else None)
+        if reason is None and not failed:
             assert (output.finish_reason, output.slot_to_drop) == (None, None)
             return
+        assert output.ended
         assert (output.finish_reason, output.slot_to_drop) == (reason, job.slot)
         assert output.sequence.finish_reason == reason
         assert job.said == text

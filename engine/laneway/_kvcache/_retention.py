@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import attrs
 
+from laneway.validators import is_number, is_whole, shown
+
 GIB = 2**30
 DAY = 24 * 3600.0
 
@@ -14,8 +16,8 @@ DAY = 24 * 3600.0
 def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{attribute.name} is a number of at least 0, or None, not {value!r}")
+    if not (is_whole(value) or is_number(value)) or value < 0:
+        raise ValueError(f"{attribute.name} is a number of at least 0, or None, not {shown(value)}")
 
 
 @attrs.frozen(kw_only=True)

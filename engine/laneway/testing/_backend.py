@@ -17,7 +17,7 @@ from laneway.validators import number, optional, whole
 
 if TYPE_CHECKING:
     from laneway._sources import ModelSource
-    from laneway.decoder import StepBatch
+    from laneway.decoder import DecodeError, StepBatch
 
 PREFIX = "scripted:"
 
@@ -57,6 +57,7 @@ class ScriptedOptions:
     fail_load: Mapping[int, Exception] | None = None
     fail_copy: Mapping[int, Exception] | None = None
     fail_cut: Mapping[int, Exception] | None = None
+    no_token: Callable[[tuple[int, ...], int], DecodeError | None] | None = None
     at_step: Callable[[int, StepBatch], object] | None = None
 
 
@@ -161,6 +162,7 @@ def _build(name: str, source: str, parallel: int, options: ScriptedOptions) -> t
         fail_load=options.fail_load,
         fail_copy=options.fail_copy,
         fail_cut=options.fail_cut,
+        no_token=options.no_token,
         at_step=options.at_step,
     )
     backend = Backend(

@@ -119,6 +119,8 @@ class ScriptedDecoder:
     :param fail_load: the same for :meth:`load`
     :param fail_copy: the same for :meth:`copy`
     :param fail_cut: the same for :meth:`cut`
+    :param no_token: called with a sequence's prompt and how many tokens were picked for it; an error that it returns
+        ends that sequence alone, instead of its next token
     :param at_step: called with the step's number and batch when a step has begun, from inside it
 
     And what it is:
@@ -158,6 +160,7 @@ class ScriptedDecoder:
         fail_load: Mapping[int, Exception] | None = None,
         fail_copy: Mapping[int, Exception] | None = None,
         fail_cut: Mapping[int, Exception] | None = None,
+        no_token: Callable[[tuple[int, ...], int], DecodeError | None] | None = None,
         at_step: Callable[[int, StepBatch], object] | None = None,
         history: int = 1000,
     ) -> None:
@@ -175,6 +178,7 @@ class ScriptedDecoder:
         self.fail_load = dict(fail_load or {})
         self.fail_copy = dict(fail_copy or {})
         self.fail_cut = dict(fail_cut or {})
+        self.no_token = no_token
         self.at_step = at_step
         self.history: deque[Call] = deque(maxlen=history)
         self.violations: list[ProtocolViolation] = []
@@ -635,6 +639,7 @@ class ScriptedDecoder:
     def _first_round(self, batch: StepBatch, count: int, seconds: float) -> StepResult:
         tokens: dict[int, int] = {}
         logprobs: dict[int, TokenLogprob] = {}
+        failures: dict[int, DecodeError] = {}
         if not self._is_prefill(batch):
             self._max_concurrency = max(self._max_concurrency, len(batch.chunks))
         self._tokens += count
@@ -643,26 +648,40 @@ class ScriptedDecoder:
             assert entry.sampler is not None
             for offset, token in enumerate(chunk.tokens):
                 entry.cells.append(token, chunk.position + offset)
-            if chunk.sample:
-                tokens[chunk.slot], logprob = self._model.next_token(entry.sampler, entry.cells)
-                if logprob is not None:
-                    logprobs[chunk.slot] = logprob
-        return StepResult(tokens, seconds, logprobs)
+            if not chunk.sample:
+                continue
+            failure = self._failure(entry.sampler, entry.cells)
+            if failure is not None:
+                failures[chunk.slot] = failure
+                continue
+            tokens[chunk.slot], logprob = self._model.next_token(entry.sampler, entry.cells)
+            if logprob is not None:
+                logprobs[chunk.slot] = logprob
+        return StepResult(tokens, seconds, logprobs, failures=failures)
+
+    def _failure(self, sampler: Sampler, cells: Cells) -> DecodeError | None:
+        return None if self.no_token is None else self.no_token(sampler.prompt, len(cells) - len(sampler.prompt))
 
     def _later_round(self, batch: StepBatch, result: StepResult, seconds: float) -> StepResult:
         """One more round, in which those go on that have not ended."""
         number = 1 + len(result.later)
         before = result.later[-1] if result.later else result.tokens
         tokens: dict[int, int] = {}
+        failures = dict(result.failures)
         for chunk in batch.chunks:
             entry = self._slots[chunk.slot]
             assert entry.sampler is not None
             token = before.get(chunk.slot)
-            if token is not None and token not in self.vocabulary.end_tokens:
-                entry.cells.append(token, chunk.position + number)
+            if token is None or token in self.vocabulary.end_tokens:
+                continue
+            entry.cells.append(token, chunk.position + number)
+            self._tokens += 1
+            failure = self._failure(entry.sampler, entry.cells)
+            if failure is not None:
+                failures[chunk.slot] = failure
+            else:
                 tokens[chunk.slot], _ = self._model.next_token(entry.sampler, entry.cells)
-        self._tokens += len(tokens)
-        return StepResult(result.tokens, result.seconds + seconds, result.logprobs, (*result.later, tokens))
+        return StepResult(result.tokens, result.seconds + seconds, result.logprobs, (*result.later, tokens), failures)
 
     def _parse(self, state: bytes) -> Cells:
         body, checksum = state[:-_CHECKSUM_SIZE], state[-_CHECKSUM_SIZE:]

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import attrs
 
 from laneway.decoder import InvalidRequestError
+from laneway_native._numbers import is_finite
 
 MODULES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 """Matrices of a layer that can be adapted, by the name that a GGUF file gives them."""
@@ -37,8 +38,7 @@ def _number(
     least: float, most: float = math.inf, *, above: bool = False
 ) -> Callable[[object, attrs.Attribute[float], float], None]:
     def check(_: object, attribute: attrs.Attribute[float], value: float) -> None:
-        good = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-        if not good or value < least or (above and value == least) or value > most:
+        if not is_finite(value) or value < least or (above and value == least) or value > most:
             floor = f"above {least:g}" if above else f"at least {least:g}"
             ceiling = "" if most == math.inf else f" and at most {most:g}"
             raise _refuse(attribute.name, f"must be a number {floor}{ceiling}, not {value!r}")
