@@ -26,6 +26,7 @@ from laneway_native._attention import attention_kernel_takes
 from laneway_native._errors import check, check_load, new_error
 from laneway_native._ffi import ffi, lib
 from laneway_native._gbnf import check_gbnf
+from laneway_native._gguf_adapter import check_adapter
 from laneway_native._log import follow_level
 from laneway_native._machine import available, default_threads
 from laneway_native._memory import KV_TYPES, KvType, Need, context_need, shortage
@@ -116,6 +117,9 @@ class LlamaDecoder:
         self._window = context_size // parallel
         self._threads = threads
         self._lora = _checked_adapters(source, lora)
+        for path, _ in self._lora:
+            # A wrong one would end the process inside llama.cpp.
+            check_adapter(path, model.header)
         policy = plan(
             slots=parallel,
             window=self._window,
@@ -600,8 +604,6 @@ def _checked_adapters(
             raise ModelLoadError(source, f"lora is a list of pairs (path, scale), and {adapter!r} is none") from None
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
             raise ModelLoadError(source, f"the scale of adapter {path!r} is a number, not {scale!r}")
-        if not os.path.isfile(path):
-            raise ModelLoadError(source, f"adapter {path!r}: there is no such file")
         checked.append((path, float(scale)))
     return tuple(checked)
 
