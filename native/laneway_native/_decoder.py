@@ -32,6 +32,7 @@ from laneway_native._machine import available, default_threads
 from laneway_native._memory import KV_TYPES, KvType, Need, context_need, shortage
 from laneway_native._policy import ROUNDS_TARGET, KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
+from laneway_native._weights import weights_digest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -154,6 +155,8 @@ class LlamaDecoder:
             raise
         # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
         self._limiter = trio.CapacityLimiter(1)
+        # The weights are read once, and beside steps.
+        self._reading = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
         self._good_grammars: set[str] = set()
         self._error = new_error()
@@ -442,6 +445,15 @@ class LlamaDecoder:
             return [
                 ffi.buffer(state[0] + begin, min(_PIECE, size[0] - begin))[:] for begin in range(0, size[0], _PIECE)
             ]
+
+    async def weights_digest(self) -> bytes:
+        """32 bytes that tell the weights of this model from others; see :func:`laneway_native.weights_digest`.
+
+        The file is read in a thread, once.  Raises :class:`InvalidRequestError` if it has changed since it was loaded.
+        """
+        return await trio.to_thread.run_sync(
+            weights_digest, self._model.header.data, trio.from_thread.check_cancelled, limiter=self._reading
+        )
 
     async def verify(self, state: bytes) -> None:
         """Raise :class:`DecodeError` if the bytes are not whole, or of another model or setting."""

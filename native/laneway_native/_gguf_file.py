@@ -153,14 +153,19 @@ def os_reason(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
+def facts_of(path: Path) -> os.stat_result:
+    """What the file system says of a file.  Raises :class:`Refused` for a name that no file can have."""
+    try:
+        return path.stat()
+    except ValueError:
+        raise Refused("its name has a null character in it") from None
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[mmap.mmap]:
     """A file's bytes, mapped, so that what is not looked at is not read."""
     # Looked at before it is opened: opening a pipe would wait for its other end.
-    try:
-        mode = path.stat().st_mode
-    except ValueError:
-        raise Refused("its name has a null character in it") from None
+    mode = facts_of(path).st_mode
     if stat.S_ISDIR(mode):
         raise Refused("it is a directory; name the .gguf file in it")
     if not stat.S_ISREG(mode):
@@ -217,6 +222,12 @@ class File:
         """Bytes before the weights."""
         end = padded(self.table_end, self.alignment) if self.tensors else self.table_end
         return min(end, self.file_size)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Begin and length of each tensor's data, in bytes from the file's beginning."""
+        start = padded(self.table_end, self.alignment)
+        return tuple((start + tensor.offset, tensor.size) for tensor in self.tensors.values())
 
     @property
     def tensor_bytes(self) -> int:

@@ -61,7 +61,7 @@ def metadata_damage() -> Iterator[tuple[str, Damage]]:
         return lambda metadata, tensors: metadata.update({key: value})
 
     def drop(key: str) -> Damage:
-        return lambda metadata, tensors: metadata.pop(key) and None
+        return lambda metadata, tensors: metadata.__delitem__(key)
 
     texts = ("general.type", "general.architecture", "adapter.type")
     for key in (*texts, "adapter.lora.alpha"):
