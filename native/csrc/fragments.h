@@ -8,7 +8,7 @@ namespace laneway {
 // For one text: what was asked once is remembered.
 class Fragments {
 public:
-    Fragments(const Tokenizing &tokenizing, const Rules &rules, const Stop &stop)
+    Fragments(const Tokenizing &tokenizing, const SpecialRules &rules, const Stop &stop)
         : tokenizing(tokenizing), rules(rules), stop(stop) {}
 
     // Appends the tokens of a part of a text; first to last are those special tokens that do not count and end in it.
@@ -32,7 +32,7 @@ private:
     void merge(const char *text, Range range, std::vector<int32_t> &tokens) const;
 
     const Tokenizing &tokenizing;
-    const Rules &rules;
+    const SpecialRules &rules;
     const Stop &stop;
     std::unordered_map<std::string, std::vector<int32_t>> known;
     int32_t asked = 0;

@@ -132,7 +132,7 @@ int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t l
     *tokens = nullptr;
     *count = *calls = 0;
     return guarded(error, [&] {
-        laneway::Rules rules;
+        laneway::SpecialRules rules;
         rules.everywhere = given->everywhere != 0;
         for (int32_t index = 0; index < given->spans; ++index) {
             rules.written.push_back({static_cast<uint32_t>(given->begins[index]), static_cast<uint32_t>(given->ends[index])});

@@ -102,14 +102,14 @@ int32_t Specials::step(int32_t node, uint8_t byte) const {
     return roots[byte];
 }
 
-bool Specials::guarded(int32_t token, const Rules &rules) const {
+bool Specials::guarded(int32_t token, const SpecialRules &rules) const {
     if (rules.everywhere) {
         return false;
     }
     return (attributes[token] & control) || (!rules.markers.empty() && rules.markers[token]);
 }
 
-bool Specials::counts(const Special &special, uint32_t end, const Rules &rules) const {
+bool Specials::counts(const Special &special, uint32_t end, const SpecialRules &rules) const {
     if (!guarded(special.token, rules)) {
         return true;
     }
@@ -129,7 +129,7 @@ int32_t Specials::count(const char *text, size_t length, int32_t most) const {
     return found;
 }
 
-Partition Specials::partition(const char *text, uint32_t length, const Rules &rules, const Stop &stop) const {
+Partition Specials::partition(const char *text, uint32_t length, const SpecialRules &rules, const Stop &stop) const {
     Partition found;
     // A place that may hold a special token: the longest that ends there, by rank, and the node where it ends.  Of the
     // tokens that end at one place at most one is taken, so each place is in the queue once.

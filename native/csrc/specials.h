@@ -28,7 +28,7 @@ private:
 };
 
 // Where the text of a special token is that token.
-struct Rules {
+struct SpecialRules {
     bool everywhere = false;    // every special token, in the whole text
     std::vector<Range> written; // otherwise these hold all control tokens; in order, apart from each other
     std::vector<bool> markers;  // by token: user-defined ones that are treated like control tokens; may be empty
@@ -61,13 +61,13 @@ public:
     explicit Specials(const llama_vocab *vocabulary);
 
     // Takes O(n log n) time and O(n) memory for n bytes, times the number of special tokens that end with one another.
-    Partition partition(const char *text, uint32_t length, const Rules &rules, const Stop &stop) const;
+    Partition partition(const char *text, uint32_t length, const SpecialRules &rules, const Stop &stop) const;
 
     // How many places there are where a special token ends, counted up to `most`.
     int32_t count(const char *text, size_t length, int32_t most) const;
 
     // Whether an answer of the tokenizer to plain text must not hold this token.
-    bool guarded(int32_t token, const Rules &rules) const;
+    bool guarded(int32_t token, const SpecialRules &rules) const;
     // Whether some of them swallow the whitespace beside them.
     bool strips() const { return any_strips; }
 
@@ -86,7 +86,7 @@ private:
 
     int32_t step(int32_t node, uint8_t byte) const;
     int32_t child(int32_t node, uint8_t byte) const;
-    bool counts(const Special &special, uint32_t end, const Rules &rules) const;
+    bool counts(const Special &special, uint32_t end, const SpecialRules &rules) const;
     void build();
 
     const llama_vocab *vocabulary;

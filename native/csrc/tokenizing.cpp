@@ -129,7 +129,7 @@ int64_t Tokenizing::least(const char *text, size_t length) const {
     return static_cast<int64_t>(std::ceil(sum * (1.0 - 1e-12) - 1e-9));
 }
 
-std::vector<int32_t> Tokenizing::run(const char *text, uint32_t length, const Rules &rules, const Stop &stop,
+std::vector<int32_t> Tokenizing::run(const char *text, uint32_t length, const SpecialRules &rules, const Stop &stop,
                                      int32_t *calls) const {
     const Partition partition = specials.partition(text, length, rules, stop);
     Fragments fragments(*this, rules, stop);

@@ -20,7 +20,7 @@ public:
     // otherwise the text of a control token (or a marker) that does not count becomes tokens that spell it.
     // calls: how often llama.cpp was asked.  Throws LANEWAY_INTERRUPTED, and LANEWAY_BAD_ARGUMENT for a text that this
     // vocabulary cannot spell.
-    std::vector<int32_t> run(const char *text, uint32_t length, const Rules &rules, const Stop &stop, int32_t *calls) const;
+    std::vector<int32_t> run(const char *text, uint32_t length, const SpecialRules &rules, const Stop &stop, int32_t *calls) const;
 
     // How many special tokens the text holds, counted up to `most`.
     int32_t count_specials(const char *text, size_t length, int32_t most) const {

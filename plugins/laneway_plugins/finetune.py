@@ -598,7 +598,7 @@ class _NativeTrainer:
             )
         return Plan(
             model_path=os.path.abspath(path),
-            fingerprint=header.sha256,
+            fingerprint=f"{header.sha256}-{native.weights_digest(header.data).hex()}",
             threads=request.threads or native.default_threads(),
             need=need,
         )

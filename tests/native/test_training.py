@@ -14,7 +14,8 @@ import pytest
 
 from laneway.decoder import Chunk, Sampling, StepBatch
 from laneway_native import Model
-from laneway_native._gguf import _TENSOR_TYPES, check_gguf
+from laneway_native._gguf import check_gguf
+from laneway_native._gguf_file import TENSOR_TYPES
 from laneway_native.training import (
     ARCHITECTURES,
     MODULES,
@@ -472,4 +473,4 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_types_are_named_as_ggml_numbers_them() -> None:
-    assert {_TENSOR_TYPES[number][0]: number for number in TYPES.values()} == TYPES
+    assert {TENSOR_TYPES[number][0]: number for number in TYPES.values()} == TYPES
