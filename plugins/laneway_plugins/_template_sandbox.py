@@ -82,8 +82,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:
+        def charged(items: nodes.Node) -> nodes.Filter:
+            return nodes.Filter(items, EACH, [], [], None, None, lineno=items.lineno)
+
         for loop in source.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, EACH, [], [], None, None, lineno=loop.lineno)
+            loop.iter = charged(loop.iter)
+        calls: Iterable[Any] = source.find_all((nodes.Call, nodes.Filter, nodes.Test))
+        for call in calls:
+            if call.dyn_args is not None:
+                call.dyn_args = charged(call.dyn_args)
         return super()._generate(source, name, filename, defer_init)
 
     # What the code of a template calls.
@@ -170,6 +177,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)
         subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(subject, (str, dict, list, tuple, int, float)):
+            if name == "join" and len(args) == 1 and isinstance(args[0], str):
+                args = (iter(args[0]),)
             args = tuple(budget.collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
             if not work.charge_method(budget, subject, name, args, values):
                 raise OverBudget(f"it calls {type(subject).__name__}.{name}, which templates do not get here")

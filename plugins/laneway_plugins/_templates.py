@@ -192,7 +192,7 @@ def limits_of(
 ) -> Limits:
     """What a rendering of this chat may use; ``at_once``: on an event loop.  The steps grow with the chat."""
     characters = sum(len(message.role) + len(message.content) for message in messages)
-    return Limits.of_chat(len(messages), characters + size_of(variables), at_once=at_once)
+    return Limits.of_chat(len(messages), characters + size_of(variables or {}), at_once=at_once)
 
 
 def size_of(value: Any) -> int:
