@@ -266,8 +266,8 @@ TRAINED = {
         "{% if add_generation_prompt %}<|turn|>assistant\nthought\n{% endif %}"
     ),
     "a token over the border": (
-        "{% for m in messages %}<|turn|>{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<|turn_end|>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+        "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|turn_end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
     ),
 }
 
@@ -279,7 +279,7 @@ async def test_training_data_has_the_template_s_control_tokens_alone(
     chats: list[list[tuple[str, str]]] = []
     for number in range(40):
         users = [hostile_text(FORMS[number % len(FORMS)], CONTROL[number % 4]), "and\n"]
-        answers = [hostile_text(FORMS[(number + 7) % len(FORMS)], CONTROL[(number + 1) % 4]), " the"]
+        answers = [hostile_text(FORMS[(number + 7) % len(FORMS)], CONTROL[(number + 1) % 4]), "the"]
         turns = zip(users, answers, strict=True)
         chats.append([said for turn in turns for said in zip(ROLES_OF_A_TURN, turn, strict=True)])
 
