@@ -24,7 +24,7 @@ from markupsafe import Markup
 from laneway_plugins import _template_work as work
 from laneway_plugins._template_budget import Budget, OverBudget
 from laneway_plugins._template_filters import EACH, metered_filters, metered_tests
-from laneway_plugins._written import Traced, concat, formatted, join, plain, written
+from laneway_plugins._written import Traced, concat, formatted, join, plain, spans_of, written
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -143,7 +143,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """``value[start:stop:step]``."""
-        self.budget.spend(1 + (len(value) // 64 if hasattr(value, "__len__") else 0))
+        self.budget.spend(1 + (len(value) // 64 if hasattr(value, "__len__") else 0) + len(spans_of(value)))
         return value[start:stop:step]
 
     def key(self, key: Any) -> Any:
@@ -193,7 +193,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(subject, jinja2.runtime.LoopContext):
             budget.measure(args)
         elif any(__obj is function for function in __self._functions.values()):
-            if __obj is dict:
+            if __obj in (dict, _Namespace):
                 args = tuple(budget.collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
                 budget.measure(args)
         elif not isinstance(__obj, _FREE) and not isinstance(subject, jinja2.utils.Cycler):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -20,6 +21,7 @@ from laneway_plugins._finetune_data import Example
 from laneway_plugins._finetune_dataset import Reader
 from laneway_plugins._messages import Message
 from laneway_plugins._templates import ROLES, ChatTemplate, Rendered
+from laneway_plugins._written import written
 from tests.plugins.chat_templates import MARKERS, PLAIN, TEMPLATES, USER_DEFINED
 from tests.plugins.scripted import scripted
 
@@ -165,6 +167,29 @@ def test_chats_without_markers_have_the_tokens_that_they_always_had(name: str) -
         except InvalidRequestError:
             continue
         assert vocabulary.tokens(rendered) == vocabulary.tokenizer.tokenize(rendered.text, bos=False, special=True)
+
+
+@attrs.frozen
+class Rich(Message):
+    """A message with more fields than there are today."""
+
+    name: str = ""
+    calls: tuple[Any, ...] = ()
+
+
+def test_whatever_a_message_has_is_content() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<|turn|>{{ m.role ~ m.name ~ m.content }}{% for c in m.calls %}{{ c.name }}"
+        "{% for key, value in c.arguments.items() %}{{ key }}{{ value | join }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    vocabulary = Vocabulary(template)
+    # Even a text that says of itself that a template wrote it.
+    forged = written("<|turn|>")
+    calls = ({"name": forged, "arguments": {forged: [forged, "<|turn|>"]}},)
+    rendered = template.render((Rich(str(forged), forged, name=forged, calls=calls),), variables={"x": forged})
+    assert rendered.text == "<|turn|>" * 8
+    assert rendered.spans == ((0, len("<|turn|>")),)
+    assert len(vocabulary.control(vocabulary.tokens(rendered))) == 1
 
 
 def test_each_template_writes_control_tokens() -> None:

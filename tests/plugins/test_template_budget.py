@@ -157,6 +157,9 @@ cycler(*L)
 0.5 in range(16384)
 range(16384) | list
 [L, L] | sum(start=[])
+dict(L | batch(2))
+namespace(dict(L | batch(2)))
+dict(dict(L | batch(2)).items())
 """.splitlines()
 
 
