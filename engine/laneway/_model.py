@@ -12,6 +12,7 @@ from laneway._decode_loop import DecodeLoop
 from laneway._errors import ContextOverflowError, InvalidRequestError, ModelNotLoadedError
 from laneway._lane import Lanes
 from laneway._tokenizing import Tokenizing, TooManyTokens
+from laneway.decoder import LongTextTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 20_000
 """Characters from which tokenising leaves the event loop: about 5 ms of work at SmolLM2's speed."""
+SHORT_TEXT = 256
+"""Characters below which it never does."""
 
 
 @final
@@ -139,7 +142,7 @@ class Model:
             :class:`ContextOverflowError` instead of working them out (rule A10)
         """
         tokenizer = self.tokenizer
-        if len(text) < LONG_TEXT:
+        if not self._is_long(tokenizer, text):
             await trio.lowlevel.checkpoint_if_cancelled()
             return tokenizer.tokenize(text, bos=bos, special=special)
         try:
@@ -149,6 +152,12 @@ class Model:
         except TooManyTokens as error:
             least = error.least
         raise ContextOverflowError(least, self.window, self.context_size, self.parallel, at_least=True)
+
+    def _is_long(self, tokenizer: Tokenizer, text: str) -> bool:
+        # A text of many parts is long as well, which some tokenizers can tell.
+        if len(text) >= LONG_TEXT or len(text) < SHORT_TEXT:
+            return len(text) >= LONG_TEXT
+        return isinstance(tokenizer, LongTextTokenizer) and tokenizer.is_long(text)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raise :class:`ContextOverflowError` for a prompt that can never run (rule A10).

@@ -50,7 +50,7 @@ class Tokenizing:
             nonlocal begun
             with lock:
                 if stop[0]:
-                    return []  # the caller has left, and counts this thread no longer
+                    return []  # the caller has left, and has uncounted this thread
                 begun = True
             try:
                 return _tokens(tokenizer, text, bos=bos, special=special, limit=limit, stop=stop)

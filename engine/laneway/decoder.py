@@ -273,9 +273,12 @@ class Tokenizer(Protocol):
 class LongTextTokenizer(Tokenizer, Protocol):
     """A tokenizer that is prepared for long texts, which the engine gives to a worker thread.
 
-    A tokenizer need not be one: then a text is not refused before its tokens are counted, and a thread that nobody
-    waits for any more works to its end.
+    A tokenizer need not be one.  Then the length of a text decides whether it is long, it is not refused before its
+    tokens are counted, and a thread that is left behind works to its end.
     """
+
+    def is_long(self, text: str) -> bool:
+        """Whether tokenising ``text`` may take longer than the event loop can wait.  Answers in well under 1 ms."""
 
     def least_tokens(self, text: str) -> int:
         """How few tokens ``text`` can have at the least, found in a small part of the time that tokenising takes.

@@ -41,6 +41,8 @@ bool begins_with(std::string_view text, std::string_view begin) { return text.su
 
 } // namespace
 
+std::string_view Fragments::text_of(int32_t token) const { return llama_vocab_get_text(tokenizing.vocabulary, token); }
+
 bool Fragments::banned(int32_t token) const {
     // What is unknown is told by a token that is like a control token.
     const bool has_unknown = tokenizing.type() != LLAMA_VOCAB_TYPE_BPE && tokenizing.type() != LLAMA_VOCAB_TYPE_SPM;
@@ -123,7 +125,10 @@ bool Fragments::add_pieces(const char *text, const std::vector<Piece> &pieces, s
         }
         std::vector<int32_t> found = ask(text, piece.range);
         if (tokenizing.type() == LLAMA_VOCAB_TYPE_UGM) {
-            strip_spaces(text, piece.range, index > 0, index + 1 < pieces.size(), found);
+            // A space at the end of the last piece, which a tokenizer that joins spaces leaves to the next word.
+            const bool owed = index > 0 && text[piece.range.begin - 1] == ' ' &&
+                              (tokens.size() == before || !ends_with(text_of(tokens.back()), escaped_space));
+            strip_spaces(text, piece.range, index > 0 && !owed, index + 1 < pieces.size(), found);
         }
         if (std::any_of(found.begin(), found.end(), [&](int32_t token) { return banned(token); })) {
             tokens.resize(before);
@@ -186,9 +191,6 @@ void Fragments::spell(const char *text, Range range, std::vector<int32_t> &token
 
 // A unigram tokenizer may put a space before each text that it is given, or behind it, also where we have cut one.
 void Fragments::strip_spaces(const char *text, Range range, bool before, bool after, std::vector<int32_t> &tokens) const {
-    const auto text_of = [&](int32_t token) -> std::string_view {
-        return llama_vocab_get_text(tokenizing.vocabulary, token);
-    };
     if (before && !tokens.empty() && text[range.begin] != ' ' && begins_with(text_of(tokens.front()), escaped_space)) {
         std::vector<int32_t> rest;
         respell(text_of(tokens.front()).substr(escaped_space.size()), rest);

@@ -21,6 +21,7 @@ private:
         bool spelled; // byte by byte
     };
 
+    std::string_view text_of(int32_t token) const;
     bool banned(int32_t token) const;
     std::vector<Piece> cut(const char *text, Range range, const Refused *first, const Refused *last, bool all) const;
     bool add_pieces(const char *text, const std::vector<Piece> &pieces, std::vector<int32_t> &tokens);

@@ -148,6 +148,9 @@ void laneway_tokens_free(int32_t *tokens);
 // How few tokens a text can have at the least; 0 if this vocabulary tells nothing.
 int32_t laneway_least_tokens(const laneway_model *model, const char *text, size_t length, int64_t *least,
                              laneway_error *error);
+// How many special tokens a text holds, counted up to most.
+int32_t laneway_count_specials(const laneway_model *model, const char *text, size_t length, int32_t most, int32_t *count,
+                               laneway_error *error);
 // llama.cpp's own answer for the whole text, to compare with.
 // count: how many there are, which may be more than size; then only the first size were written, or none.
 int32_t laneway_llama_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,

@@ -5,6 +5,7 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 
 using laneway::Failure;
 using laneway::guarded;
@@ -41,11 +42,6 @@ int32_t tokens_that(const laneway_model *model, int32_t *tokens, int32_t size, W
 
 } // namespace
 
-const laneway::Tokenizing &laneway_model::tokenizing() const {
-    std::call_once(made, [this] { tables = std::make_unique<laneway::Tokenizing>(model, vocabulary); });
-    return *tables;
-}
-
 extern "C" {
 
 int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mode, const int32_t *cancelled,
@@ -66,7 +62,9 @@ int32_t laneway_model_load(const char *path, int32_t gpu_layers, int32_t load_mo
             }
             throw Failure(LANEWAY_LOAD_FAILED, reason.text("llama.cpp gives no reason"));
         }
-        *model = new laneway_model{loaded, llama_model_get_vocab(loaded), {}, {}};
+        std::unique_ptr<llama_model, decltype(&llama_model_free)> owned(loaded, llama_model_free);
+        *model = new laneway_model(loaded);
+        owned.release();
     });
 }
 
@@ -147,7 +145,7 @@ int32_t laneway_tokenize(const laneway_model *model, const char *text, int32_t l
             }
         }
         const laneway::Stop stop(flag);
-        const std::vector<int32_t> found = model->tokenizing().run(text, static_cast<uint32_t>(length), rules, stop, calls);
+        const std::vector<int32_t> found = model->tokenizing.run(text, static_cast<uint32_t>(length), rules, stop, calls);
         if (found.size() > INT32_MAX) {
             throw Failure(LANEWAY_BAD_ARGUMENT, "the text has more than 2147483647 tokens");
         }
@@ -165,7 +163,13 @@ void laneway_tokens_free(int32_t *tokens) { std::free(tokens); }
 int32_t laneway_least_tokens(const laneway_model *model, const char *text, size_t length, int64_t *least,
                              laneway_error *error) {
     *least = 0;
-    return guarded(error, [&] { *least = model->tokenizing().least(text, length); });
+    return guarded(error, [&] { *least = model->tokenizing.least(text, length); });
+}
+
+int32_t laneway_count_specials(const laneway_model *model, const char *text, size_t length, int32_t most, int32_t *count,
+                               laneway_error *error) {
+    *count = 0;
+    return guarded(error, [&] { *count = model->tokenizing.count_specials(text, length, most); });
 }
 
 int32_t laneway_llama_tokenize(const laneway_model *model, const char *text, int32_t length, int32_t special,

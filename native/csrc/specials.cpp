@@ -119,6 +119,16 @@ bool Specials::counts(const Special &special, uint32_t end, const Rules &rules) 
     return after != rules.written.begin() && end <= std::prev(after)->end;
 }
 
+int32_t Specials::count(const char *text, size_t length, int32_t most) const {
+    int32_t found = 0;
+    int32_t node = 0;
+    for (size_t at = 0; at < length && found < most; ++at) {
+        node = step(node, static_cast<uint8_t>(text[at]));
+        found += nodes[node].special >= 0 || nodes[node].shorter >= 0;
+    }
+    return found;
+}
+
 Partition Specials::partition(const char *text, uint32_t length, const Rules &rules, const Stop &stop) const {
     Partition found;
     // A place that may hold a special token: the longest that ends there, by rank, and the node where it ends.  Of the

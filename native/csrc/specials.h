@@ -63,6 +63,9 @@ public:
     // Takes O(n log n) time and O(n) memory for n bytes, times the number of special tokens that end with one another.
     Partition partition(const char *text, uint32_t length, const Rules &rules, const Stop &stop) const;
 
+    // How many places there are where a special token ends, counted up to `most`.
+    int32_t count(const char *text, size_t length, int32_t most) const;
+
     // Whether an answer of the tokenizer to plain text must not hold this token.
     bool guarded(int32_t token, const Rules &rules) const;
     // Whether some of them swallow the whitespace beside them.

@@ -22,6 +22,11 @@ public:
     // vocabulary cannot spell.
     std::vector<int32_t> run(const char *text, uint32_t length, const Rules &rules, const Stop &stop, int32_t *calls) const;
 
+    // How many special tokens the text holds, counted up to `most`.
+    int32_t count_specials(const char *text, size_t length, int32_t most) const {
+        return specials.count(text, length, most);
+    }
+
     // No text of these bytes has fewer tokens.  0 where the tokenizer may drop or join what it reads.
     int64_t least(const char *text, size_t length) const;
 

@@ -981,8 +981,13 @@ def _check_tokenizer(file: _File) -> int:
         if array is not None and array.count != size:
             raise _Refused(f"metadata 'tokenizer.ggml.{name}' has {array.count:,} items for {size:,} tokens")
     if model in _MERGED:
-        needed = _scalar(file, "tokenizer.ggml.pre", _Type.STRING, "") != "kimi-k2"
-        _tokenizer_array(file, "merges", (_Type.STRING,), needed=needed)
+        pre = _scalar(file, "tokenizer.ggml.pre", _Type.STRING, "")
+        _tokenizer_array(file, "merges", (_Type.STRING,), needed=pre != "kimi-k2")
+        if pre == "whitespace" and model not in ("whitespace", "gemma4"):
+            # llama.cpp asserts that no space comes to the merges; only the tokenizer of this name drops them before.
+            raise _Refused(
+                f"its pre-tokenizer is 'whitespace' and its tokenizer {model!r}: two spaces would end the process"
+            )
     if model == "t5":
         _check_charsmap(file)
     _check_texts(file, model, tokens)

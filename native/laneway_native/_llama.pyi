@@ -135,6 +135,9 @@ class _Lib:
     def laneway_least_tokens(
         self, model: ModelHandle, text: bytes, length: int, least: Any, error: Error, /
     ) -> int: ...
+    def laneway_count_specials(
+        self, model: ModelHandle, text: bytes, length: int, most: int, count: Any, error: Error, /
+    ) -> int: ...
     def laneway_llama_tokenize(
         self,
         model: ModelHandle,

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from laneway_native._llama import ModelFactsStruct, ModelHandle
 
 
+LONG_TEXT = 20_000
+"""Characters from which tokenising is work for a thread: about 5 ms at SmolLM2's speed."""
+MANY_SPECIALS = 64
+"""Special tokens from which it is."""
+
+
 class Loading:
     """A load under way, seen from other threads: how far it is, and how to end it."""
 
@@ -254,6 +260,22 @@ class Model:
         finally:
             lib.laneway_tokens_free(out[0])
         return tokens, calls[0]
+
+    def is_long(self, text: str) -> bool:
+        """Whether tokenising ``text`` may take longer than the event loop can wait.
+
+        Between two special tokens llama.cpp begins anew.  With some pre-tokenizers it compiles its patterns each time,
+        which takes up to 1.3 ms.
+        """
+        if len(text) >= LONG_TEXT:
+            return True
+        if len(text) <= MANY_SPECIALS:
+            return False
+        raw = _utf8(text)
+        count, error = ffi.new("int32_t *"), new_error()
+        if lib.laneway_count_specials(self.handle, raw, len(raw), MANY_SPECIALS, count, error):
+            raise InvalidRequestError(f"the text cannot be tokenised: {text_of(error)}")
+        return int(count[0]) >= MANY_SPECIALS
 
     def least_tokens(self, text: str) -> int:
         """How few tokens ``text`` can have at the least, without working them out; 0 if this vocabulary tells nothing.

@@ -619,6 +619,16 @@ def as_tokenizer(model: str, vocabulary: list[bytes], **more: Plain) -> bytes:
     return gguf_bytes(metadata, tensors)
 
 
+def test_a_pre_tokenizer_that_keeps_spaces_needs_its_own_tokenizer(tmp_path: Path) -> None:
+    for model, fits in (("gpt2", False), ("hybriddna", False), ("whitespace", True)):
+        content = as_tokenizer(model, [], merges=Array(ValueType.STRING, []), pre="whitespace", bos_token_id=2)
+        if fits:
+            (tmp_path / "m.gguf").write_bytes(content)
+            check_gguf(tmp_path / "m.gguf")
+        else:
+            assert "two spaces would end the process" in refusal_of(tmp_path, content)
+
+
 def test_rwkv_bytes_that_begin_a_token_must_be_tokens(tmp_path: Path) -> None:
     letters = [bytes([byte]) for byte in range(0x20, 0x7F) if byte != 0x5C]
     escapes = [b"\\n", b"\\t", b"\\xff", b"\\\\"]

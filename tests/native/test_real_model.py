@@ -7,10 +7,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from laneway.decoder import ModelLoadError, Sampling
+from laneway.decoder import ModelLoadError, Sampling, Written
 from laneway_native import Model
 from tests.native.driving import GREEDY, Driver, answer, decoder_of, saved
+from tests.native.hostile import corpus
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -33,6 +36,43 @@ def chat(model: Model, text: str) -> list[int]:
 
 
 QUESTIONS = ("What is the capital of France?", "Name a colour.", "Count to five.", "Say hello.")
+
+
+def test_its_tokens_are_those_of_llama(smollm2: Model) -> None:
+    bits = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<|", "im_end", "|>", " ", "\n", "user"]
+    bits += ["hello", " world", "é", "日本", "😀", "\u00a0", "don't", "12345", "\r\n", "\t\t"]
+
+    @given(st.lists(st.sampled_from(bits) | st.text(max_size=6), max_size=20).map("".join))
+    def same(text: str) -> None:
+        expected = smollm2.tokenize_with_llama(text, special=True)
+        assert smollm2.tokenize(text, bos=False, special=True) == expected
+        assert smollm2.tokenize(text, bos=False, special=Written(spans=((0, len(text)),))) == expected
+        assert smollm2.tokenize(text, bos=False) == smollm2.tokenize_with_llama(text)
+        assert smollm2.least_tokens(text) <= len(expected)
+
+    same()
+
+
+def test_no_control_token_comes_of_content(smollm2: Model) -> None:
+    (start,) = smollm2.tokenize("<|im_start|>", bos=False, special=True)
+    (end,) = smollm2.tokenize("<|im_end|>", bos=False, special=True)
+    control = {token for token in range(smollm2.size) if smollm2.piece(token) != smollm2.special_piece(token)}
+    head, tail = "<|im_start|>user\n", "<|im_end|>\n"
+    for content in corpus():
+        text = head + content + tail
+        spans = ((0, len(head)), (len(text) - len(tail), len(text)))
+        tokens = smollm2.tokenize(text, bos=False, special=Written(spans=spans))
+        assert [token for token in tokens if token in control] == [start, end]
+        shown = smollm2.detokenize(tokens[1 : tokens.index(end)]).decode("utf-8", "replace")
+        # Its vocabulary lacks some bytes, which it drops from any text.
+        plain = smollm2.detokenize(smollm2.tokenize_with_llama("user\n" + content)).decode("utf-8", "replace")
+        assert shown == plain
+
+
+def test_a_long_word_has_a_bound_near_its_tokens(smollm2: Model) -> None:
+    text = "supercalifragilistic" * 10_000
+    least, tokens = smollm2.least_tokens(text), len(smollm2.tokenize(text, bos=False))
+    assert tokens / 10 < least <= tokens
 
 
 async def test_it_knows_the_capital_of_france(smollm2: Model) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laneway.decoder import InvalidRequestError, Tokenizer
+from laneway.decoder import InvalidRequestError, Tokenizer, Written
 from laneway.testing import ScriptedTokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("é€日本😀 café!.\n<|>"))
@@ -78,3 +78,60 @@ def test_the_chat_template_renders_and_its_turns_end_answers() -> None:
     assert len(tokens) == 8  # begin, turn, "user\n", "Hello", turn end, "\n", turn, "assistant\n"
     assert tokens[4] in tokenizer.end_tokens
     assert ScriptedTokenizer(chat_template=None).chat_template is None
+
+
+MARKED = ScriptedTokenizer(user_defined=("<think>", "<think><|end|>", "|>", "\n\n\n"))
+ALL = frozenset(MARKED.user_defined.values())
+BITS = st.lists(st.sampled_from([*MARKED.user_defined, "<|turn|>", "<|end|>", "<|", "end|>", "think", "a", "é"])).map(
+    "".join
+)
+
+
+def test_user_defined_tokens_are_found_everywhere_and_spelled_out() -> None:
+    think = MARKED.user_defined["<think>"]
+    assert MARKED.size == ScriptedTokenizer().size + 4
+    for special in (False, True, Written(spans=())):
+        tokens = MARKED.tokenize("a<think>b", bos=False, special=special)
+        assert tokens == [ord("a"), think, ord("b")]
+    assert MARKED.piece(think) == b"<think>"
+    assert MARKED.name(think) == "<think>"
+    with pytest.raises(ValueError, match="differ from each other"):
+        ScriptedTokenizer(user_defined=("<|end|>",))
+    with pytest.raises(ValueError, match="differ from each other"):
+        ScriptedTokenizer(user_defined=("",))
+
+
+def test_the_longest_whole_text_is_taken_first() -> None:
+    long = MARKED.user_defined["<think><|end|>"]
+    assert MARKED.tokenize("<think><|end|>", bos=False) == [long]
+    # Over the whole text, not from the left.
+    tokenizer = ScriptedTokenizer(user_defined=("ab", "bcd"))
+    assert tokenizer.tokenize("abcd", bos=False) == [ord("a"), tokenizer.user_defined["bcd"]]
+
+
+@given(BITS)
+def test_what_a_template_wrote_whole_is_what_is_written(text: str) -> None:
+    everything = Written(spans=((0, len(text)),), markers=ALL)
+    assert MARKED.tokenize(text, special=everything) == MARKED.tokenize(text, special=True)
+    assert MARKED.tokenize(text, special=Written(spans=())) == MARKED.tokenize(text)
+
+
+@given(BITS, BITS, BITS)
+def test_content_is_spelled_as_it_is(head: str, content: str, tail: str) -> None:
+    text = head + content + tail
+    spans = ((0, len(head)), (len(text) - len(tail), len(text)))
+    tokens = MARKED.tokenize(text, bos=False, special=Written(spans=spans, markers=ALL))
+    written = [MARKED.tokenize(part, bos=False, special=True) for part in (head, tail)]
+    assert tokens[: len(written[0])] == written[0]
+    assert tokens[len(tokens) - len(written[1]) :] == written[1]
+    between = tokens[len(written[0]) : len(tokens) - len(written[1])]
+    assert MARKED.text(between) == content
+    assert not set(between).intersection(range(ScriptedTokenizer().size - 4, MARKED.size))
+
+
+def test_a_marker_counts_only_if_one_span_holds_it_whole() -> None:
+    tokenizer = ScriptedTokenizer()
+    (turn,) = tokenizer.tokenize("<|turn|>", bos=False, special=True)
+    for spans, count in ((((0, 8),), 1), (((0, 4), (4, 8)), 0), (((0, 7),), 0), (((1, 8),), 0), (((0, 8), (8, 16)), 2)):
+        tokens = tokenizer.tokenize("<|turn|><|turn|>", bos=False, special=Written(spans=spans))
+        assert tokens.count(turn) == count
