@@ -75,6 +75,13 @@ async def answer_all(model: laneway.Model, questions: Iterable[str]) -> list[str
     return [outcome.text if outcome.error is None else f"({outcome.error})" for outcome in outcomes]
 
 
+async def answer_without_thinking(model: laneway.Model, question: str) -> str:
+    """The template is told not to let the model think first.  One that does not know the name ignores it."""
+    chat = [{"role": "user", "content": question}]
+    answer = await completion.complete(model, chat, max_tokens=32, chat_template_kwargs={"enable_thinking": False})
+    return answer.text
+
+
 async def stop_everything(model: laneway.Model, kind: str) -> int:
     """Cancel by kind, and return when the slots are free."""
     engine = model.engine

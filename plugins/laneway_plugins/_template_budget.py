@@ -18,8 +18,8 @@ from laneway_plugins._written import spans_of
 
 MAX_STEPS = 500_000
 """Steps of one rendering, beside those that the chat adds: less than a second of work."""
-MAX_STEPS_AT_ONCE = 10_000
-"""Steps of a rendering on the event loop."""
+MAX_STEPS_AT_ONCE = 5_000
+"""Steps of a rendering on the event loop: less than 10 ms, and enough for chats of some dozen messages."""
 STEPS_A_MESSAGE = 20_000
 """What each message adds: a template may look at all messages for each of them."""
 STEPS_A_CHARACTER = 2

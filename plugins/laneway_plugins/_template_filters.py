@@ -281,7 +281,6 @@ def _join(
         items = list(map(jinja2.filters.make_attrgetter(context.environment, attribute), items))
     for item in (d, *items):
         work.charge_printing(budget, item)
-    budget.allow(sum(_width(item) + _width(d) for item in items))
     if context.autoescape:
         return jinja2.filters.sync_do_join(context, items, d)
     parts = list(map(str, items))

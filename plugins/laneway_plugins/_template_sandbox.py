@@ -24,7 +24,7 @@ from markupsafe import Markup
 from laneway_plugins import _template_work as work
 from laneway_plugins._template_budget import Budget, OverBudget
 from laneway_plugins._template_filters import EACH, metered_filters, metered_tests
-from laneway_plugins._written import Traced, concat, formatted, join, plain, written
+from laneway_plugins._written import Traced, concat, formatted, join, plain, spans_of, written
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -82,8 +82,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:
+        def charged(items: nodes.Node) -> nodes.Filter:
+            return nodes.Filter(items, EACH, [], [], None, None, lineno=items.lineno)
+
         for loop in source.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, EACH, [], [], None, None, lineno=loop.lineno)
+            loop.iter = charged(loop.iter)
+        calls: Iterable[Any] = source.find_all((nodes.Call, nodes.Filter, nodes.Test))
+        for call in calls:
+            if call.dyn_args is not None:
+                call.dyn_args = charged(call.dyn_args)
         return super()._generate(source, name, filename, defer_init)
 
     # What the code of a template calls.
@@ -136,7 +143,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """``value[start:stop:step]``."""
-        self.budget.spend(1 + (len(value) // 64 if hasattr(value, "__len__") else 0))
+        self.budget.spend(1 + (len(value) // 64 if hasattr(value, "__len__") else 0) + len(spans_of(value)))
         return value[start:stop:step]
 
     def key(self, key: Any) -> Any:
@@ -170,6 +177,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)
         subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(subject, (str, dict, list, tuple, int, float)):
+            if name == "join" and len(args) == 1 and isinstance(args[0], str):
+                args = (iter(args[0]),)
             args = tuple(budget.collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
             if not work.charge_method(budget, subject, name, args, values):
                 raise OverBudget(f"it calls {type(subject).__name__}.{name}, which templates do not get here")
@@ -184,7 +193,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(subject, jinja2.runtime.LoopContext):
             budget.measure(args)
         elif any(__obj is function for function in __self._functions.values()):
-            if __obj is dict:
+            if __obj in (dict, _Namespace):
                 args = tuple(budget.collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
                 budget.measure(args)
         elif not isinstance(__obj, _FREE) and not isinstance(subject, jinja2.utils.Cycler):

@@ -28,7 +28,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 """No variables."""
 
 
-def to_variables(value: object) -> Mapping[str, Any]:
+def to_variables(value: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """``value`` checked and copied; None gives no variables.
 
     Raises :class:`InvalidRequestError`.

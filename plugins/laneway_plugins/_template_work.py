@@ -25,6 +25,8 @@ MAX_INDENT = 64
 
 _PRODUCT = 1024
 """Steps of a naive search, of a text in a text, that count as one."""
+_TRACED_PIECE = 6
+"""Steps of cutting one piece out of a text with spans, which is Python's work and not C's."""
 
 
 def charge_text(budget: Budget, text: str) -> None:
@@ -244,14 +246,15 @@ def _splitlines(budget: Budget, text: str, args: tuple[Any, ...]) -> None:
 
 
 def _pieces(budget: Budget, text: str, args: tuple[Any, ...]) -> None:
+    most = args[1] if len(args) > 1 and isinstance(args[1], int) and args[1] >= 0 else budget.limits.entries
     if args and isinstance(args[0], str) and args[0]:
-        count = text.count(args[0]) + 1
-        if len(args) > 1 and isinstance(args[1], int) and args[1] >= 0:
-            count = min(count, args[1] + 1)
-        budget.allow_entries(count)
+        count = min(text.count(args[0]), most) + 1
     else:
-        count = len(text) // 2 // 8
-    budget.spend(count * (4 if isinstance(text, Traced) else 1))
+        # How many there are is told by trying it: that is one call, and no more than are allowed.
+        budget.spend(len(text) // 16)
+        count = len(str.split(text, None, min(most, budget.limits.entries)))
+    budget.allow_entries(count)
+    budget.spend(count * (_TRACED_PIECE if isinstance(text, Traced) else 1))
 
 
 def _replace(budget: Budget, text: str, args: tuple[Any, ...]) -> None:
@@ -261,7 +264,7 @@ def _replace(budget: Budget, text: str, args: tuple[Any, ...]) -> None:
         size = len(text) + count * len(args[1])
         budget.allow(size)
         budget.pass_over(size)
-        budget.spend(count * (4 if isinstance(text, Traced) else 1) // 4)
+        budget.spend(count * _TRACED_PIECE if isinstance(text, Traced) else count // 4)
 
 
 def _join(budget: Budget, text: str, args: tuple[Any, ...]) -> None:

@@ -131,7 +131,7 @@ class ChatTemplate:
             budget.spend(len(messages))
             names: dict[str, Any] = {
                 **self._constants,
-                **variables,
+                **_content(variables),
                 "messages": [_handed_in(message) for message in messages],
                 "add_generation_prompt": generation_prompt,
             }
@@ -192,7 +192,7 @@ def limits_of(
 ) -> Limits:
     """What a rendering of this chat may use; ``at_once``: on an event loop.  The steps grow with the chat."""
     characters = sum(len(message.role) + len(message.content) for message in messages)
-    return Limits.of_chat(len(messages), characters + size_of(variables), at_once=at_once)
+    return Limits.of_chat(len(messages), characters + size_of(variables or {}), at_once=at_once)
 
 
 def size_of(value: Any) -> int:
@@ -206,10 +206,18 @@ def size_of(value: Any) -> int:
 
 def _handed_in(message: Message) -> dict[str, Any]:
     """A message as a template sees it: content, whatever its fields are, but for a role that everybody knows."""
-    fields = {name: plain(value) for name, value in attrs.asdict(message).items()}
-    if fields["role"] in ROLES:
-        fields["role"] = written(fields["role"])
+    fields: dict[str, Any] = _content(attrs.asdict(message))
+    if message.role in ROLES:
+        fields["role"] = written(message.role)
     return fields
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {_content(key): _content(part) for key, part in value.items()}
+    return [_content(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _fault(what: str) -> InvalidRequestError:

@@ -194,8 +194,8 @@ def written(text: str) -> str:
     return Traced(text, ((0, len(text)),)) if text else ""
 
 
-def spans_of(text: str) -> Spans:
-    """Where ``text`` is the template's."""
+def spans_of(text: object) -> Spans:
+    """Where a text is the template's; nowhere in anything else."""
     return text._spans if isinstance(text, Traced) else ()
 
 

@@ -38,7 +38,7 @@ from laneway.validators import optional, whole
 from laneway_plugins._messages import Message as Message
 from laneway_plugins._messages import Messages, to_messages
 from laneway_plugins._prompts import to_tokens
-from laneway_plugins._template_variables import NONE, to_variables
+from laneway_plugins._template_variables import to_variables
 
 MAX_STOP_STRINGS = 16
 """Stop strings that one request may have."""
@@ -150,7 +150,7 @@ class CompletionRequest:
         default=None, kw_only=True, converter=_cache_name, validator=_names_a_conversation
     )
     chat_template_kwargs: Mapping[str, Any] = attrs.field(
-        default=NONE, kw_only=True, converter=to_variables, validator=_needs_a_template, hash=False
+        default=None, kw_only=True, converter=to_variables, validator=_needs_a_template, hash=False
     )
     sampling: Sampling = attrs.field(init=False, repr=False)
     """The fields that say how tokens are picked, checked."""

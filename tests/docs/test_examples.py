@@ -159,6 +159,18 @@ async def test_the_program_of_the_page_about_conversations(
     assert re.fullmatch(r"[1-9]\d* of \d+ tokens were there( \(a slot in memory has .*\))?; commit", second)
 
 
+async def test_embedding_tells_the_template_not_to_think(autojump_clock: MockClock) -> None:
+    embedding = load(DOCS / "examples" / "embedding.py")
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<|turn|>{% endif %}"
+    loader = ScriptedLoader(chat_template=template, seconds_per_step=STEP, context_size=100)
+    async with embedding.open_app("scripted:model", [loader.plugin]) as (model, _):
+        text = await embedding.answer_without_thinking(model, "Hi")
+        tokenizer = model.tokenizer
+        prompt = tokenizer.tokenize("Hi<|turn|>", special=True)
+        expected = loader.decoders["scripted:model"].expected(prompt, laneway.Sampling(), 32)
+        assert text == b"".join(map(tokenizer.piece, expected.tokens)).decode("utf-8", "replace")
+
+
 async def test_embedding_stops_everything_of_a_kind(scripted: ScriptedLoader, autojump_clock: MockClock) -> None:
     embedding = load(DOCS / "examples" / "embedding.py")
     reasons = []
