@@ -2,11 +2,11 @@
 
 llama.cpp trusts a file in places: there a wrong one ends the whole process (an assertion, a division by zero, a null
 pointer) instead of the load.  :func:`check_gguf` refuses such files first, and says what is wrong in words that a
-person can act on.  It reads the header and the table of tensors, never the weights, and believes no length or count
-before it has been compared with the size of the file.
+person can act on.  It reads the header, the table of tensors and the vectors (norms and biases, a thousandth of the
+weights), never a matrix, and believes no length or count before it has been compared with the size of the file.
 
-The order of the checks is the order of the file: header, metadata, tensor table, layout of the data; then what the
-model needs: hyperparameters, matrices, tokenizer.
+The order of the checks is the order of the file: header, metadata, tensor table, layout of the data, vectors; then what
+the model needs: hyperparameters, matrices, tokenizer.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _LONGEST_LISTED = 64
 _MOST_LAYERS = 512
 _MOST_EXPERTS = 1024
 _LONGEST_TENSOR_NAME = 63
+_LONGEST_VECTOR = 1 << 18  # values; longer ones are no norm and no bias
 _MOST_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _MEMORY_ALIGNMENT = 32  # of the memory that llama.cpp hands to its kernels, mapped files included
@@ -244,6 +245,7 @@ def _check(first: Path) -> GgufHeader:
     with _opened(first) as data:
         main = _read(data)
         _check_layout(main)
+        _check_vectors(main)
         parts = [first, *_other_parts(first, main)]
         tensors = dict(main.tensors)
         digest = hashlib.sha256(data[: main.header_size])
@@ -253,6 +255,7 @@ def _check(first: Path) -> GgufHeader:
                 with _opened(part) as other_data:
                     other = _read(other_data)
                     _check_layout(other)
+                    _check_vectors(other)
                     _check_part(other, number)
                     digest.update(other_data[: other.header_size])
             except _Refused as refused:
@@ -606,6 +609,23 @@ def _check_layout(file: _File) -> None:
         raise _Refused(
             f"{missing:,} of {start + end:,} bytes are missing at its end: the download was cut off; fetch it again"
         )
+
+
+def _check_vectors(file: _File) -> None:
+    """No norm and no bias holds NaN.
+
+    NaN in a matrix shows in the logits.  NaN that a norm puts into one activation can vanish: a matrix product with
+    quantised weights turns its activations into whole numbers, and NaN into one of those.
+    """
+    start = _padded(file.table_end, file.alignment)
+    for tensor in file.tensors.values():
+        count = tensor.size // 4
+        if tensor.type != _F32 or len(_trimmed(tensor.dims)) > 1 or count > _LONGEST_VECTOR:
+            continue
+        values = struct.unpack_from(f"<{count}f", file.data, start + tensor.offset)
+        # A sum is NaN where a term is, or where there are infinities of both signs.
+        if math.isnan(sum(values)) and any(map(math.isnan, values)):
+            raise _Refused(f"tensor {tensor.name!r} holds NaN: the file is damaged; fetch it again")
 
 
 def _other_parts(first: Path, main: _File) -> list[Path]:
