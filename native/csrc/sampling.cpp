@@ -8,7 +8,7 @@
 #include <limits>
 
 // A wheel for any x86-64 gets these loops three times and picks at load time; a build for this machine needs no choice.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__AVX512F__)
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__AVX512F__) && !defined(LANEWAY_ONE_VARIANT)
 #define LANEWAY_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define LANEWAY_CLONES
