@@ -98,7 +98,7 @@ def test_scores_that_overflow_are_no_answer(kv: KvName, sign: float, cap: float,
 def test_a_fault_survives_the_merging_of_spans(cell: int, rows: int) -> None:
     case = draw(Shape(32, 1, 2, rows, 9000, 9000, 1), 3)
     for tensor in ("k", "v"):
-        fault = Fault(tensor, cell, 5, math.nan)  # type: ignore[arg-type]
+        fault = Fault(tensor, cell, 5, math.nan)
         with kernel(True):
             for threads in (1, 4):
                 spoiled = compute(case, threads=threads, faults=[fault])
