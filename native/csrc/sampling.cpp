@@ -423,8 +423,9 @@ int32_t Sampler::choose(const float *logits, int32_t count, Scratch &scratch) {
                 }
             }
         }
-        // A little lower than the border: that is drawn in double precision later.
-        const double margin = 1e-6 * (std::abs(floor) + std::abs(survey.max));
+        // A little lower than the border: that is drawn in double precision later.  There exp makes 1 of a difference that
+        // is far smaller than the temperature, also where both logits are nearly 0.
+        const double margin = 1e-6 * (std::abs(floor) + std::abs(survey.max) + temperature);
         collect(logits, count, survey, static_cast<float>(std::max<double>(floor - margin, -FLT_MAX)), scratch.candidates);
         return draw(scratch, survey.max, total);
     }

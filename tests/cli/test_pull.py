@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         monkeypatch.delenv(name)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    for name, value in pip_settings(no_index="1", find_links=str(wheels)).items():
+    for name, value in pip_settings(no_index="1", find_links=wheels.as_uri()).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LANEWAY_CACHE_DIR", str(tmp_path / "cache"))
     return Place(wheels, tmp_path / "cache")
