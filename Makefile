@@ -24,10 +24,10 @@ native_files := $(shell find native -name '*.[ch]' -o -name '*.cpp' -o -name '*.
     -o -name 'llama_source.toml' -o -name 'fetch_llama.py' -o -name 'pip_build.py')
 python_files := $(shell find engine plugins native/laneway_native -name '*.py' -o -name '*.pyi' -o -name 'py.typed')
 
-.PHONY: help env build wheel model lint types unit test demo stateful long bench format clean distclean
+.PHONY: help env build wheel model lint types unit test test-portable demo stateful long bench format clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # --- environment and build ---
 
@@ -86,8 +86,12 @@ types: build ## mypy, strict
 unit: build ## the quick tests
 	@$(PY) -m pytest -m 'not slow and not real_model' $(PYTEST_ARGS)
 
-test: lint build types wheel model ## everything: build, wheel, lint, types, all tests
+test: lint build types wheel model ## everything: build, wheel, lint, types, all tests; the native ones for AVX2 too
 	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m tests.portable avx2 --quick --pytest='$(PYTEST_ARGS)'
+
+test-portable: build model ## the native tests on builds for older processors: AVX2 only, SSE4.2 only
+	@$(PY) -m tests.portable --pytest='$(PYTEST_ARGS)'
 
 long: build model ## the tests that take long: soaks, trainings of a real model
 	@$(PY) -m pytest -m long $(PYTEST_ARGS)

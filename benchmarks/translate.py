@@ -38,7 +38,7 @@ from laneway_plugins._nmt_package import find_pairs, read_files
 from laneway_plugins._nmt_worker import Search, import_ctranslate2
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
+DATA = ROOT / "tests" / "data" / "nmt"
 LEAST_RATIO = 0.95
 POLICIES = ("passive", "active")
 
@@ -225,8 +225,8 @@ def together(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", type=Path, default=SHARED / "models" / "translate-en_de.argosmodel")
-    parser.add_argument("--sentences", type=Path, default=SHARED / "corpora" / "tatoeba-en-de-2000.tsv")
+    parser.add_argument("--package", type=Path, default=DATA / "translate-en_de.argosmodel")
+    parser.add_argument("--sentences", type=Path, default=DATA / "tatoeba-en-de-2000.tsv")
     parser.add_argument("--count", type=int, default=1000, help="sentences of the throughput test")
     parser.add_argument("--model", default="smollm2", help="the language model of the test of both at once")
     parser.add_argument("--rounds", type=int, default=7)

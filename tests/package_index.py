@@ -30,7 +30,10 @@ def write_wheel(
 
 
 def pip_settings(**settings: str) -> dict[str, str]:
-    """Environment variables that make pip forget this machine's settings and take these."""
+    """Environment variables that make pip forget this machine's settings and take these.
+
+    pip splits lists at spaces.  A folder is given as a URL, which has none.
+    """
     return {"PIP_CONFIG_FILE": "/dev/null", **{f"PIP_{name.upper()}": value for name, value in settings.items()}}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import attrs
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+TEST_MODELS = ROOT / "tests/data/nmt"
+"""Translation models that tests need: the only large files."""
 
 PURE = {
     "laneway._admission",
@@ -240,4 +244,16 @@ def test_no_file_names_a_machine_or_an_index_host() -> None:
 def test_no_file_is_large_or_a_model() -> None:
     files = _committed()
     assert [str(file) for file in files if file.suffix in (".gguf", ".so", ".whl")] == []
-    assert [str(file) for file in files if file.stat().st_size > 1_000_000] == []
+    large = [file for file in files if file.stat().st_size > 1_000_000]
+    assert [str(file) for file in large if file.parent != TEST_MODELS or file.stat().st_size > 4_000_000] == []
+
+
+def test_the_models_of_the_tests_have_their_notices_and_are_not_distributed() -> None:
+    told = (TEST_MODELS / "README.md").read_text(encoding="utf-8")
+    for path in TEST_MODELS.iterdir():
+        assert path.name == "README.md" or f"`{path.name}{'/' if path.is_dir() else ''}`" in told
+    for notice in ("CC-BY 2.0 FR", "https://creativecommons.org/licenses/by/2.0/fr/", "Permission is hereby granted"):
+        assert notice in told
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["scikit-build"]
+    assert str(TEST_MODELS.relative_to(ROOT)) in settings["sdist"]["exclude"]
+    assert not [root for root in settings["wheel"]["packages"] if TEST_MODELS.is_relative_to(ROOT / root)]

@@ -3,7 +3,7 @@
 ::
 
     laneway pull smollm2
-    python translating.py translate-en_de.argosmodel smollm2
+    python docs/examples/translating.py tests/data/nmt/translate-en_de.argosmodel smollm2
 """
 
 from __future__ import annotations

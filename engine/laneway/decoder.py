@@ -105,7 +105,10 @@ class Sampling:
     top_p: float = attrs.field(default=0.95, validator=number(0.0, 1.0))
     min_p: float = attrs.field(default=0.05, validator=number(0.0, 1.0))
     seed: int | None = attrs.field(default=None, validator=optional(whole(0, 2**64 - 1)))
-    """None draws one; the same seed gives the same tokens for the same schedule."""
+    """None draws one.  The same seed gives the same tokens for the same schedule: the same batches, each with as many
+    tokens of each sequence, on one build and processor.  The engine does not promise the same schedule twice, since it
+    sizes the chunks of a prompt by time.
+    """
     frequency_penalty: float = attrs.field(default=0.0, validator=number(-2.0, 2.0))
     presence_penalty: float = attrs.field(default=0.0, validator=number(-2.0, 2.0))
     repeat_penalty: float = attrs.field(default=1.0, validator=number(0.01, 10.0))

@@ -7,7 +7,7 @@
 #include <limits>
 
 // A wheel for any x86-64 gets these loops three times and picks at load time; a build for this machine needs no choice.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__AVX512F__)
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__AVX512F__) && !defined(LANEWAY_ONE_VARIANT)
 #define LANEWAY_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define LANEWAY_CLONES
@@ -405,8 +405,9 @@ int32_t Sampler::choose(const float *logits, int32_t count, Scratch &scratch) {
                 }
             }
         }
-        // A little lower than the border: that is drawn in double precision later.
-        const double margin = 1e-6 * (std::abs(floor) + std::abs(survey.max));
+        // A little lower than the border: that is drawn in double precision later.  There exp makes 1 of a difference that
+        // is far smaller than the temperature, also where both logits are nearly 0.
+        const double margin = 1e-6 * (std::abs(floor) + std::abs(survey.max) + temperature);
         collect(logits, count, survey, static_cast<float>(std::max<double>(floor - margin, -FLT_MAX)), scratch.candidates);
         return draw(scratch, survey.max, total);
     }

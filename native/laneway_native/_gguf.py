@@ -2,11 +2,11 @@
 
 llama.cpp trusts a file in places: there a wrong one ends the whole process (an assertion, a division by zero, a null
 pointer) instead of the load.  :func:`check_gguf` refuses such files first, and says what is wrong in words that a
-person can act on.  It reads the header and the table of tensors, never the weights, and believes no length or count
-before it has been compared with the size of the file.
+person can act on.  It reads the header, the table of tensors and the vectors (norms and biases, a thousandth of the
+weights), never a matrix, and believes no length or count before it has been compared with the size of the file.
 
-The order of the checks is the order of the file: header, metadata, tensor table, layout of the data; then what the
-model needs: hyperparameters, matrices, tokenizer.
+The order of the checks is the order of the file: header, metadata, tensor table, layout of the data, vectors; then what
+the model needs: hyperparameters, matrices, tokenizer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import re
+import struct
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,7 @@ __all__ = ["GgufArray", "GgufHeader", "check_gguf"]
 _LONGEST_LISTED = 64
 _MOST_LAYERS = 512
 _MOST_EXPERTS = 1024
+_LONGEST_VECTOR = 1 << 18  # values; longer ones are no norm and no bias
 _F32 = 0
 _MATRIX = re.compile(
     r"(?:token_embd|output|blk\.\d+\.(?:attn_(?:q|k|v|qkv|output)|ffn_(?:up|down|gate)(?:_exps|_shexp)?))\.weight"
@@ -141,6 +143,7 @@ def _check(first: Path) -> GgufHeader:
     with opened(first) as data:
         main = read_file(data)
         check_layout(main)
+        _check_vectors(main)
         parts = [first, *_other_parts(first, main)]
         tensors = dict(main.tensors)
         files = [DataFile(first, identity, main.ranges)]
@@ -152,6 +155,7 @@ def _check(first: Path) -> GgufHeader:
                 with opened(part) as other_data:
                     other = read_file(other_data)
                     check_layout(other)
+                    _check_vectors(other)
                     _check_part(other, number)
                     digest.update(other_data[: other.header_size])
             except Refused as refused:
@@ -171,6 +175,22 @@ def _check(first: Path) -> GgufHeader:
         return _header(
             first, parts, main, shape, vocabulary_size, tensors, files, tensor_bytes, file_size, digest.hexdigest()
         )
+
+
+def _check_vectors(file: File) -> None:
+    """No norm and no bias holds NaN.
+
+    NaN in a matrix shows in the logits.  NaN that a norm puts into one activation can vanish: a matrix product with
+    quantised weights turns its activations into whole numbers, and NaN into one of those.
+    """
+    for tensor, (begin, size) in zip(file.tensors.values(), file.ranges, strict=True):
+        count = size // 4
+        if tensor.type != _F32 or len(trimmed(tensor.dims)) > 1 or count > _LONGEST_VECTOR:
+            continue
+        values = struct.unpack_from(f"<{count}f", file.data, begin)
+        # A sum is NaN where a term is, or where there are infinities of both signs.
+        if math.isnan(sum(values)) and any(map(math.isnan, values)):
+            raise Refused(f"tensor {tensor.name!r} holds NaN: the file is damaged; fetch it again")
 
 
 def _other_parts(first: Path, main: File) -> list[Path]:

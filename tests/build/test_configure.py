@@ -52,7 +52,7 @@ def test_no_compiler_at_all(tmp_path: Path) -> None:
 
 
 def test_failed_download(tmp_path: Path) -> None:
-    offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tmp_path.as_uri()}
     said = configure(tmp_path / "build", LANEWAY_CACHE_DIR=str(tmp_path / "cache"), **offline)
     assert said.startswith("laneway: cannot download llama-cpp-python ")
     assert "LANEWAY_LLAMA_SOURCE=/path/to/llama.cpp make build" in said

@@ -109,7 +109,7 @@ def index(fetch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(made.folder))
+    monkeypatch.setenv("PIP_FIND_LINKS", made.folder.as_uri())
     monkeypatch.setenv("TRACE", str(made.trace))
     return made
 

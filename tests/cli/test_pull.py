@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         monkeypatch.delenv(name)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    for name, value in pip_settings(no_index="1", find_links=str(wheels)).items():
+    for name, value in pip_settings(no_index="1", find_links=wheels.as_uri()).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LANEWAY_CACHE_DIR", str(tmp_path / "cache"))
     return Place(wheels, tmp_path / "cache")
@@ -463,7 +463,7 @@ def test_command_interrupted(place: Place, server: Server) -> None:
     with program(SOURCE) as process:
         assert server.stalled.wait(30)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert out == b""
     assert b"Traceback" not in err
@@ -477,7 +477,7 @@ def test_command_killed(place: Place, server: Server) -> None:
     with program(SOURCE, session=True) as process:
         assert server.stalled.wait(30)
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     assert not place.model.exists()
     assert [path.name.startswith(".pull-") for path in place.model.parent.iterdir()] == [True]
     server.manner = "whole"

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import attrs
+from hypothesis import strategies as st
 
 from laneway_native import attention_kernel, use_attention_kernel
 from laneway_native._errors import check, new_error
@@ -128,7 +129,93 @@ def draw(shape: Shape, seed: int, *, holes: float = 0.0, biased: bool = False, l
     return Case(shape, q, k, v, mask, sinks)
 
 
-def compute(case: Case, *, threads: int = 1) -> list[list[float]]:
+@st.composite
+def cases(draw_: st.DrawFn) -> Case:
+    """Operations of all kinds that the kernel takes."""
+    kv: KvName = draw_(st.sampled_from(("f16", "f16", "f32", "q8_0")))
+    cells = draw_(st.integers(1, 40) | st.integers(41, 330))
+    shape = Shape(
+        size=draw_(st.sampled_from((32, 64, 96, 128) if kv == "q8_0" else (16, 32, 48, 64, 80, 128, 256))),
+        heads_kv=draw_(st.integers(1, 3)),
+        group=draw_(st.sampled_from((1, 2, 3, 4, 5, 8, 17))),
+        rows=draw_(st.integers(1, 5) | st.integers(6, 24)),
+        cells=cells,
+        capacity=cells + draw_(st.integers(0, 20)),
+        streams=draw_(st.integers(1, 3)),
+        kv=kv,
+        cap=draw_(st.sampled_from((0.0, 0.0, 0.0, 15.0))),
+        max_bias=draw_(st.sampled_from((0.0, 0.0, 0.0, 8.0))),
+        with_sinks=draw_(st.integers(0, 3)) == 0,
+    )
+    # What takes long in Python is left to the sizes that need it.
+    if shape.heads * shape.rows * shape.streams * cells * shape.size > 3_000_000:
+        fewer = min(cells, 100)
+        shape = attrs.evolve(
+            shape,
+            heads_kv=1,
+            group=min(shape.group, 3),
+            streams=1,
+            cells=fewer,
+            capacity=min(shape.capacity, fewer + 7),
+        )
+    case = draw(
+        shape,
+        draw_(st.integers(0, 2**32)),
+        holes=draw_(st.sampled_from((0.0, 0.1, 0.5, 0.95, 1.0))),
+        biased=draw_(st.booleans()),
+        loud=draw_(st.sampled_from((1.0, 4.0))),
+    )
+    if not shape.max_bias and draw_(st.integers(0, 9)) == 0:
+        case = attrs.evolve(case, mask=None)
+    return case
+
+
+@attrs.frozen
+class Fault:
+    """A number that is put in the place of another.  ``row`` and ``column`` are those of the case's list.
+
+    In q8_0 it is the scale of the column's block of 32.
+    """
+
+    tensor: Literal["q", "k", "v", "mask"]
+    row: int
+    column: int
+    value: float
+
+
+def reached(case: Case, fault: Fault) -> set[int]:
+    """Which rows of the result see a fault: by stream, row and head."""
+    shape = case.shape
+    if fault.tensor == "q":
+        mask = case.mask[fault.row // shape.heads] if case.mask else [0.0]
+        return {fault.row} if any(value != -math.inf for value in mask) else set()
+    if fault.tensor == "mask":
+        return set(range(fault.row * shape.heads, (fault.row + 1) * shape.heads))
+    stream, place = divmod(fault.row, shape.capacity * shape.heads_kv)
+    cell, head_kv = divmod(place, shape.heads_kv)
+    if cell >= shape.cells:
+        return set()
+    rows = range(stream * shape.rows, (stream + 1) * shape.rows)
+    heads = range(head_kv * shape.group, (head_kv + 1) * shape.group)
+    return {
+        row * shape.heads + head
+        for row in rows
+        for head in heads
+        if case.mask is None or case.mask[row][cell] != -math.inf
+    }
+
+
+def _spoiled(packed: bytes, kv: KvName, width: int, faults: list[Fault]) -> bytes:
+    """Packed rows of ``width`` values with the faults in them."""
+    spoiled = bytearray(packed)
+    for fault in faults:
+        at = fault.row * width + fault.column
+        place = {"f32": 4 * at, "f16": 2 * at, "q8_0": at // 32 * 34}[kv]
+        struct.pack_into("<f" if kv == "f32" else "<e", spoiled, place, fault.value)
+    return bytes(spoiled)
+
+
+def compute(case: Case, *, threads: int = 1, faults: Sequence[Fault] = ()) -> list[list[float]]:
     """What the CPU backend makes of it: by stream, row and head."""
     shape = case.shape
     given = ffi.new("laneway_attention_case *")
@@ -136,10 +223,16 @@ def compute(case: Case, *, threads: int = 1) -> list[list[float]]:
     given.rows, given.cells, given.capacity, given.streams = shape.rows, shape.cells, shape.capacity, shape.streams
     given.threads, given.type, given.repeats = threads, NUMBERS[shape.kv], 1
     given.scale, given.max_bias, given.cap = shape.scale, shape.max_bias, shape.cap
-    q = ffi.from_buffer("float[]", _packed(case.q, "f32"))
-    k, v = (ffi.from_buffer("char[]", _packed(rows, shape.kv)) for rows in (case.k, case.v))
+
+    def packed(tensor: str, rows: list[list[float]], kv: KvName) -> bytes:
+        own = [fault for fault in faults if fault.tensor == tensor]
+        return _spoiled(_packed(rows, kv), kv, len(rows[0]), own)
+
+    q = ffi.from_buffer("float[]", packed("q", case.q, "f32"))
+    k = ffi.from_buffer("char[]", packed("k", case.k, shape.kv))
+    v = ffi.from_buffer("char[]", packed("v", case.v, shape.kv))
     given.q, given.k, given.v = q, k, v
-    mask = ffi.NULL if case.mask is None else ffi.from_buffer("uint16_t[]", _packed(case.mask, "f16"))
+    mask = ffi.NULL if case.mask is None else ffi.from_buffer("uint16_t[]", packed("mask", case.mask, "f16"))
     given.mask = mask
     sinks = ffi.NULL if case.sinks is None else ffi.new("float[]", case.sinks)
     given.sinks = sinks

@@ -16,51 +16,22 @@ from hypothesis import strategies as st
 from laneway._sources import find_package
 from laneway.decoder import Chunk, Sampling, StepBatch
 from laneway_native import LlamaDecoder, Model, attention_kernel, has_attention_kernel, use_attention_kernel
-from tests.native.attention_reference import Case, KvName, Shape, compute, count, draw, errors, expected, kernel
+from tests.native.attention_reference import (
+    Case,
+    KvName,
+    Shape,
+    cases,
+    compute,
+    count,
+    draw,
+    errors,
+    expected,
+    kernel,
+)
 from tests.native.driving import Driver, answer, decoder_of, prompts
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.skipif(not has_attention_kernel(), reason="this build has no attention kernel of its own")
-
-
-@st.composite
-def cases(draw_: st.DrawFn) -> Case:
-    kv: KvName = draw_(st.sampled_from(("f16", "f16", "f32", "q8_0")))
-    cells = draw_(st.integers(1, 40) | st.integers(41, 330))
-    shape = Shape(
-        size=draw_(st.sampled_from((32, 64, 96, 128) if kv == "q8_0" else (16, 32, 48, 64, 80, 128, 256))),
-        heads_kv=draw_(st.integers(1, 3)),
-        group=draw_(st.sampled_from((1, 2, 3, 4, 5, 8, 17))),
-        rows=draw_(st.integers(1, 5) | st.integers(6, 24)),
-        cells=cells,
-        capacity=cells + draw_(st.integers(0, 20)),
-        streams=draw_(st.integers(1, 3)),
-        kv=kv,
-        cap=draw_(st.sampled_from((0.0, 0.0, 0.0, 15.0))),
-        max_bias=draw_(st.sampled_from((0.0, 0.0, 0.0, 8.0))),
-        with_sinks=draw_(st.integers(0, 3)) == 0,
-    )
-    # What takes long in Python is left to the sizes that need it.
-    if shape.heads * shape.rows * shape.streams * cells * shape.size > 3_000_000:
-        fewer = min(cells, 100)
-        shape = attrs.evolve(
-            shape,
-            heads_kv=1,
-            group=min(shape.group, 3),
-            streams=1,
-            cells=fewer,
-            capacity=min(shape.capacity, fewer + 7),
-        )
-    case = draw(
-        shape,
-        draw_(st.integers(0, 2**32)),
-        holes=draw_(st.sampled_from((0.0, 0.1, 0.5, 0.95, 1.0))),
-        biased=draw_(st.booleans()),
-        loud=draw_(st.sampled_from((1.0, 4.0))),
-    )
-    if not shape.max_bias and draw_(st.integers(0, 9)) == 0:
-        case = attrs.evolve(case, mask=None)
-    return case
 
 
 @given(case=cases(), threads=st.integers(1, 4))

@@ -54,7 +54,8 @@ async def test_answers_are_those_without_sharing(path: Path) -> None:
     assert cached >= 2 * len(ENDINGS) - 1  # for every prompt but the first
     again, cached_again = await answers(path, 2)
     assert again[: len(expected)] == again[len(expected) :] == expected
-    assert cached_again > 2 * cached
+    # How much more than the common beginning a prompt finds depends on who came first.
+    assert cached_again >= 4 * len(ENDINGS) - 1
 
 
 async def test_split_cells_share_nothing(path: Path) -> None:

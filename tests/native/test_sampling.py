@@ -226,6 +226,15 @@ def test_an_enormous_bias_is_only_a_bias(bias: float, temperature: float) -> Non
         assert sampler.pick([1.0, 1.0, -500.0]) == (1 if bias > 0 else 0)
 
 
+def test_min_p_keeps_what_rounds_to_the_same_weight() -> None:
+    row = [-3.0, -3.0, 0.0, -3.0, -3.0, 0.0, -3.0, -3.0, 0.0]
+    for seed in range(10):
+        sampling = Sampling(
+            temperature=1.0, top_k=0, top_p=1.0, min_p=1.0, seed=seed, logit_bias={2: 1.1754943508222875e-38}
+        )
+        assert_same(sampling, [], [row] * 3)
+
+
 def test_a_tiny_temperature_is_nearly_greedy() -> None:
     for temperature in (1e-320, 1e-30, 1e-6):
         for fields in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"top_k": 0}):

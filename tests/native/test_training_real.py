@@ -14,7 +14,7 @@ from laneway.decoder import Chunk, ModelLoadError, Sampling, StepBatch
 from laneway_native import Model, check_gguf
 from laneway_native.training import Done, Job, Sample, Settings, Started, Step, Trainer, estimate, trainable
 from tests.native.driving import answer, decoder_of
-from tests.native.training import Start, sample, write_data
+from tests.native.training import EIGHT_BITS, Start, sample, write_data
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -76,9 +76,14 @@ async def test_the_loss_is_near_what_llama_says(path: Path) -> None:
                 result = await decoder.step(StepBatch((Chunk(0, len(tokens) - 1, tokens[-1:], True),)))
     with Trainer(path, Settings(rank=1), base="native", threads=2) as trainer:
         trainer.load()
-        found = trainer.mean_loss([sample(tokens, range(begin, len(tokens)))])
-    # llama.cpp rounds what it multiplies quantised matrices with.
-    assert found == pytest.approx(sum(losses) / len(losses), abs=0.03)
+        places = range(begin, len(tokens))
+        found = trainer.mean_loss([sample(tokens, places)])
+        other = trainer.mean_loss(
+            [sample([*tokens[:begin], *(5 + (token + 1) % 300 for token in tokens[begin:])], places)]
+        )
+    expected = sum(losses) / len(losses)
+    assert abs(found - expected) < EIGHT_BITS
+    assert other > expected + 10 * EIGHT_BITS, "another answer has another loss"
 
 
 ANIMALS = ("cat", "dog", "owl", "fox", "bee", "cow", "ant", "hen", "pig", "rat", "bat", "elk")

@@ -21,7 +21,7 @@ from laneway_plugins._finetune_child import Child, Conversation, job_line, open_
 from laneway_plugins._finetune_events import ChildEvent, Finished, Paused, Started
 
 PROGRAM = str(Path(__file__).with_name("finetune_child.py"))
-PATIENCE = 30
+PATIENCE = 600
 """Seconds after which something hangs."""
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_ctrl_c_pauses_and_resume_goes_on(program: Program, trainer: ScriptedTra
     result = program("finetune", "scripted:m", data, "-o", output, "--rank", "4")
     assert result.exit_code == 130, result.output
     assert "pausing after the step under way" in result.stderr
-    assert f"go on with: laneway finetune scripted:m --output {output} --resume" in result.stderr
+    assert f"go on with: laneway finetune scripted:m --output {shlex.quote(output)} --resume" in result.stderr
     assert finetune.state(output).state == "paused"
     assert not Path(output).exists()
 

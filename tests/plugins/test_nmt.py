@@ -375,7 +375,7 @@ async def test_nmt_has_threads_of_its_own(words: Path) -> None:
         for holder in holders:
             limiter.acquire_on_behalf_of_nowait(holder)
         try:
-            with trio.fail_after(60):
+            with trio.fail_after(600):
                 assert await nmt.translate(model, SENTENCE)
         finally:
             for holder in holders:
@@ -596,7 +596,7 @@ print(len(worker.translate([["w1", "w2"]] * 4, (), Search(), threading.Event(), 
 def test_a_forgotten_translator_does_not_abort_the_process(words: Path) -> None:
     for _ in range(5):
         done = subprocess.run(
-            [sys.executable, "-c", ALIVE_AT_EXIT, str(words)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", ALIVE_AT_EXIT, str(words)], capture_output=True, text=True, timeout=600
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
@@ -627,7 +627,7 @@ trio.run(main)
 @pytest.mark.parametrize("missing", ["ctranslate2,sentencepiece,sentencex", "sentencex"])
 def test_without_the_extra_there_is_one_clear_error(words: Path, missing: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(words), missing], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", WITHOUT, str(words), missing], capture_output=True, text=True, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, "")
     first = missing.partition(",")[0]

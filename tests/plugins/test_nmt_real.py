@@ -1,4 +1,4 @@
-"""Translation with small real models, where they lie beside the project: English to German, French to English."""
+"""Translation with small real models: English to German, French to English."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import laneway
 from laneway import TextDelta
 from laneway_plugins import nmt
 from tests.docs.pages import DOCS, load
-from tests.plugins.nmt_models import SHARED, real_package
+from tests.plugins.nmt_models import DATA, real_package
 
 ENGLISH_GERMAN = "translate-en_de.argosmodel"
 FRENCH_ENGLISH = "translate-fr_en.argosmodel"
@@ -31,10 +31,7 @@ async def loaded(path: Path, *packages: Path) -> AsyncIterator[laneway.Model]:
 
 
 def sentence_pairs(count: int) -> list[tuple[str, str]]:
-    path = SHARED / "corpora" / "tatoeba-en-de-2000.tsv"
-    if not path.exists():
-        pytest.skip(f"there is no {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = (DATA / "tatoeba-en-de-2000.tsv").read_text(encoding="utf-8").splitlines()
     pairs = [line.split("\t")[:2] for line in lines[:: len(lines) // count]]
     return [(source, target) for source, target in pairs[:count]]
 

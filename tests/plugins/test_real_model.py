@@ -83,8 +83,9 @@ async def test_four_completions_overlap() -> None:
 
 
 async def test_the_model_s_own_chat_template_is_used() -> None:
-    # A prompt that begins with cells of another is rounded otherwise, so here each is computed whole.
-    async with smollm2(1, prefix_cache=False) as model:
+    # A prompt that begins with cells of another, or is cut at another place, is rounded otherwise.  So here each is
+    # computed whole, on a slow machine too.
+    async with smollm2(1, prefix_cache=False, chunk_target=60.0) as model:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
         spelled = (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"

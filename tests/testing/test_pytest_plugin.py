@@ -83,7 +83,8 @@ def test_fixtures_work_in_another_suite(tmp_path: Path) -> None:
     # Named here, so that the test does not depend on the entry points of what happens to be installed.
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "laneway_pytest", "-p", "pytest_trio.plugin"]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-c", str(tmp_path / "pytest.ini"), str(tmp_path)],
+        [*command, "-p", "no:cacheprovider", "-c", "pytest.ini", "test_suite.py"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

@@ -36,7 +36,11 @@ MOST_AT_ONCE = 8
     help="The longest answer, in tokens.",
 )
 @click.option("-t", "--temperature", type=float, help="0 takes the likeliest token always (default: 0.8).")
-@click.option("--seed", type=int, help="Of what is drawn.")
+@click.option(
+    "--seed",
+    type=int,
+    help="What drawing starts from. It promises no equal answers: see the docs.",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text; may be given again.")
 @click.option("--context-size", type=int, help="Tokens of all answers at a time together, prompts included.")
 @click.option("--threads", type=int, help="CPU threads (default: one for each physical core).")

@@ -15,6 +15,10 @@
 //      the other rows.
 //   5. All arithmetic is in F32.
 //
+// A row that sees a cell whose score is not finite (NaN or an infinity) becomes NaN: weights are damaged, or F16
+// overflowed, and the answer must not look like one.  The faults of a row's scores are added to its total, where they are
+// NaN or nothing.  A cell that a row does not see changes no bit of it, whatever it holds.
+//
 // What it does not do goes to llama.cpp's own function, which is compiled under another name.
 #include "attention_switch.h"
 #include "ops.h"
@@ -276,9 +280,9 @@ void finish(const Shape &shape, const Sum &sum, int row, int first_head, int hea
     for (int head = 0; head < heads; ++head) {
         float *result = shape.result_of(row, first_head + head);
         const float *values = sum.values + head * shape.size;
-        // A row that sees nothing is zero.
-        float factor = sum.total[head] > 0.0f ? 1.0f / sum.total[head] : 0.0f;
-        if (shape.sinks && factor > 0.0f) {
+        // A row that sees nothing is zero; one with a fault has a total of NaN.
+        float factor = sum.total[head] == 0.0f ? 0.0f : 1.0f / sum.total[head];
+        if (shape.sinks && factor != 0.0f) {
             const float sink = shape.sink_of(first_head + head), largest = std::max(sum.largest[head], sink);
             const float ours = exponential(sum.largest[head] - largest);
             factor = ours / (sum.total[head] * ours + exponential(sink - largest));
@@ -430,8 +434,10 @@ private:
         const Vector cap = Vector::all(shape.cap);
         for (int head = 0; head < heads; ++head) {
             for (int i = 0; i < count; i += Vector::width) {
-                float *score = weights + head * block + i;
-                (laneway::hyperbolic_tangent(Vector::load(score)) * cap).store(score);
+                float *at = weights + head * block + i;
+                const Vector score = Vector::load(at);
+                // An infinite score would become the cap.
+                laneway::fused(laneway::hyperbolic_tangent(score), cap, laneway::fault_of(score)).store(at);
             }
         }
     }
@@ -455,6 +461,10 @@ private:
     void weigh(int count, int padded, bool is_first, Sum &sum) {
         for (int head = 0; head < heads; ++head) {
             float *scores = weights + head * block;
+            Vector faults = Vector::zero();
+            for (int i = 0; i < padded; i += Vector::width) {
+                faults = faults + laneway::fault_of(Vector::load(scores + i));
+            }
             std::fill(scores + count, scores + padded, -std::numeric_limits<float>::infinity());
             Vector best = Vector::load(scores);
             for (int i = Vector::width; i < padded; i += Vector::width) {
@@ -474,7 +484,7 @@ private:
             }
             sum.largest[head] = largest;
             const Vector base = Vector::all(largest);
-            Vector total = Vector::zero();
+            Vector total = faults;
             for (int i = 0; i < padded; i += Vector::width) {
                 const Vector weight = laneway::exponential(Vector::load(scores + i) - base);
                 weight.store(scores + i);
@@ -722,10 +732,13 @@ private:
                 }
             }
         }
+        Vector faults = Vector::zero();
         for (int c = 0; c < count; ++c) {
             const char *value = values_at + static_cast<size_t>(cells[c]) * shape.v->nb[1];
             for (int i = 0; i < size; i += Vector::width) {
-                Source::load(value, i).store(values + c * size + i);
+                const Vector loaded = Source::load(value, i);
+                loaded.store(values + c * size + i);
+                faults = faults + laneway::fault_of(loaded);
             }
         }
         multiply(queries_count, padded, size, queries, size, keys, block, scores, block, false);
@@ -734,7 +747,23 @@ private:
                 weigh(row * heads + head, padded, seen[row]);
             }
         }
-        multiply(queries_count, size, count, scores, block, values, size, results, size, true);
+        if (faults.sum() == 0.0f) {
+            multiply(queries_count, size, count, scores, block, values, size, results, size, true);
+        } else {
+            add_seen(count, seen, rows, heads);
+        }
+    }
+
+    // The weighted values of what each row sees, and of nothing else: a weight of zero does not silence NaN.
+    void add_seen(int count, const uint64_t *seen, int rows, int heads) {
+        for (int query = 0; query < rows * heads; ++query) {
+            for (int c = 0; c < count; ++c) {
+                if (seen[query / heads] >> c & 1) {
+                    multiply(1, shape.size, 1, scores + query * block + c, block, values + c * shape.size, shape.size,
+                             results + query * shape.size, shape.size, true);
+                }
+            }
+        }
     }
 
     // Scores of one query become weights.
@@ -744,13 +773,15 @@ private:
             std::fill(score, score + padded, 0.0f);
             return;
         }
-        Vector best = Vector::all(-std::numeric_limits<float>::infinity());
+        const Vector hidden = Vector::all(-std::numeric_limits<float>::infinity());
+        Vector best = hidden, faults = Vector::zero();
         for (int i = 0; i < padded; i += Vector::width) {
             Vector these = Vector::load(score + i);
+            faults = faults + laneway::fault_of(laneway::where_set(seen >> i, these, Vector::zero()));
             if (shape.cap != 0.0f) {
                 these = laneway::hyperbolic_tangent(these) * Vector::all(shape.cap);
             }
-            these = laneway::where_set(seen >> i, these);
+            these = laneway::where_set(seen >> i, these, hidden);
             these.store(score + i);
             best = laneway::larger(best, these);
         }
@@ -764,7 +795,7 @@ private:
             now = largest[query];
         }
         const Vector base = Vector::all(now);
-        Vector sum = Vector::zero();
+        Vector sum = faults;
         for (int i = 0; i < padded; i += Vector::width) {
             const Vector weight = laneway::exponential(Vector::load(score + i) - base);
             weight.store(score + i);

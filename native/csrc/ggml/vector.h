@@ -60,15 +60,16 @@ inline Vector operator-(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; 
 inline Vector operator*(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vector fused(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// Of larger() and smaller(): b where one of them is NaN, on every processor.
 inline Vector larger(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vector smaller(Vector a, Vector b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vector whole(Vector a) {
     return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 inline Vector times_power_of_2(Vector a, Vector n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-// a where x is at least the limit, zero elsewhere.
-inline Vector where_at_least(Vector x, float limit, Vector a) {
-    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_GE_OQ), a.v)};
+// Zero where x is below the limit, a elsewhere: where x is NaN, too.
+inline Vector unless_below(Vector x, float limit, Vector a) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), a.v)};
 }
 
 // Lane i of the result is the sum of the lanes of vectors[i]: pairs are interleaved and added, four times.
@@ -115,9 +116,9 @@ inline void transpose(Vector *vectors) {
     }
 }
 
-// Lane i of a where bit i is set, minus infinity elsewhere.
-inline Vector where_set(uint64_t bits, Vector a) {
-    return {_mm512_mask_mov_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), static_cast<__mmask16>(bits), a.v)};
+// Lane i of a where bit i is set, of b elsewhere.
+inline Vector where_set(uint64_t bits, Vector a, Vector b) {
+    return {_mm512_mask_mov_ps(b.v, static_cast<__mmask16>(bits), a.v)};
 }
 
 #elif LANEWAY_AVX2
@@ -163,8 +164,8 @@ inline Vector times_power_of_2(Vector a, Vector n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
     return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
 }
-inline Vector where_at_least(Vector x, float limit, Vector a) {
-    return {_mm256_and_ps(_mm256_cmp_ps(x.v, _mm256_set1_ps(limit), _CMP_GE_OQ), a.v)};
+inline Vector unless_below(Vector x, float limit, Vector a) {
+    return {_mm256_and_ps(_mm256_cmp_ps(x.v, _mm256_set1_ps(limit), _CMP_NLT_UQ), a.v)};
 }
 
 inline Vector sums(const Vector *vectors) {
@@ -194,11 +195,11 @@ inline void transpose(Vector *vectors) {
     }
 }
 
-inline Vector where_set(uint64_t bits, Vector a) {
+inline Vector where_set(uint64_t bits, Vector a, Vector b) {
     const __m256i places = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i these = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), places);
     const __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(these, places));
-    return {_mm256_blendv_ps(_mm256_set1_ps(-std::numeric_limits<float>::infinity()), a.v, set)};
+    return {_mm256_blendv_ps(b.v, a.v, set)};
 }
 
 #else
@@ -280,13 +281,13 @@ inline Vector times_power_of_2(Vector a, Vector n) {
     const Vector::Bits whole_numbers = reinterpret_cast<Vector::Bits>((n + Vector::all(12582912.0f)).v) - 0x4b400000;
     return {a.v * reinterpret_cast<Vector::Lanes>((whole_numbers + 127) << 23)};
 }
-inline Vector where_at_least(Vector x, float limit, Vector a) {
-    return chosen(x.v >= Vector::all(limit).v, a, Vector::zero());
+inline Vector unless_below(Vector x, float limit, Vector a) {
+    return chosen(x.v < Vector::all(limit).v, Vector::zero(), a);
 }
-inline Vector where_set(uint64_t bits, Vector a) {
+inline Vector where_set(uint64_t bits, Vector a, Vector b) {
     const Vector::Bits places = {1, 2, 4, 8};
     const Vector::Bits these = places & static_cast<int32_t>(bits & 0xf);
-    return chosen(these == places, a, Vector::all(-std::numeric_limits<float>::infinity()));
+    return chosen(these == places, a, b);
 }
 #else
 inline Vector operator+(Vector a, Vector b) {
@@ -311,13 +312,13 @@ inline Vector smaller(Vector a, Vector b) {
     return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
 inline Vector times_power_of_2(Vector a, Vector n) {
-    return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
+    return each([&](int i) { return std::isnan(n.v[i]) ? n.v[i] : std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
 }
-inline Vector where_at_least(Vector x, float limit, Vector a) {
-    return each([&](int i) { return x.v[i] >= limit ? a.v[i] : 0.0f; });
+inline Vector unless_below(Vector x, float limit, Vector a) {
+    return each([&](int i) { return x.v[i] < limit ? 0.0f : a.v[i]; });
 }
-inline Vector where_set(uint64_t bits, Vector a) {
-    return each([&](int i) { return bits >> i & 1 ? a.v[i] : -std::numeric_limits<float>::infinity(); });
+inline Vector where_set(uint64_t bits, Vector a, Vector b) {
+    return each([&](int i) { return bits >> i & 1 ? a.v[i] : b.v[i]; });
 }
 #endif
 
@@ -341,16 +342,19 @@ inline void transpose(Vector *vectors) {
 
 #endif
 
-// For x up to 88; minus infinity gives zero.
+// NaN where a value is not finite, zero elsewhere.
+inline Vector fault_of(Vector a) { return a * Vector::zero(); }
+
+// For x up to 88; minus infinity gives zero, NaN gives NaN.
 inline Vector exponential(Vector x) {
-    const Vector bounded = larger(smaller(x, Vector::all(exp_highest)), Vector::all(exp_lowest));
+    const Vector bounded = larger(Vector::all(exp_lowest), smaller(Vector::all(exp_highest), x));
     const Vector n = whole(bounded * Vector::all(log2_e));
     const Vector r = fused(n, Vector::all(-ln2_low), fused(n, Vector::all(-ln2_high), bounded));
     Vector series = Vector::all(taylor[0]);
     for (int i = 1; i < 8; ++i) {
         series = fused(series, r, Vector::all(taylor[i]));
     }
-    return where_at_least(x, exp_lowest, times_power_of_2(series, n));
+    return unless_below(x, exp_lowest, times_power_of_2(series, n));
 }
 
 // 1 - 2 / (exp(2x) + 1): off by some 1e-7, where it is near zero too.
