@@ -1,40 +1,96 @@
-"""Every rule of the contract has a test that names it."""
+"""Every rule of the contract has a text, a test that names it, and links to its tests."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
 
 import pytest
 
+from laneway._errors import RejectionReason
+from laneway._plugins import PluginHost
+
 ROOT = Path(__file__).parent.parent
-ROW = re.compile(r"^\| (?P<rule>[A-Z]\d+) \| (?P<title>[^|]+) \| (?P<state>held|planned) \|$", re.MULTILINE)
+PAGE = (ROOT / "docs/contract.md").read_text("utf-8")
 
 
-def rules() -> dict[str, str]:
-    """Rule number to state, as the documentation lists them."""
-    found = {row["rule"]: row["state"] for row in ROW.finditer((ROOT / "docs/contract.md").read_text("utf-8"))}
-    assert len(found) == 40, "the table of the contract has lost or gained rules, or a row is malformed"
-    return found
+def _tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("contract_tool", ROOT / "docs" / "_tools" / "contract.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def named_by_tests() -> dict[str, list[str]]:
-    """Rule number to the test functions that carry it in their name."""
-    named: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
-                for rule in re.findall(r"(?<=_)[ARCSK]\d+(?=_|$)", node.name):
-                    named.setdefault(rule, []).append(f"{path.relative_to(ROOT)}::{node.name}")
-    return named
+TOOL = _tool()
+RULES: dict[str, str] = TOOL.rules(PAGE)
+TESTS: dict[str, dict[Path, int]] = TOOL.tests_by_rule()
 
 
-@pytest.mark.parametrize("rule", [rule for rule, state in rules().items() if state == "held"])
-def test_a_rule_that_is_held_has_a_test(rule: str) -> None:
-    assert named_by_tests().get(rule), f"no test is named test_{rule}_...: write one, or call the rule planned"
+def test_the_contract_has_all_its_rules_in_order() -> None:
+    counts = {"A": 15, "R": 6, "C": 11, "S": 2, "K": 6}
+    assert list(RULES) == [f"{letter}{number}" for letter, count in counts.items() for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_has_a_text(rule: str) -> None:
+    # A title alone promises nothing that a test could be compared with.
+    assert len(RULES[rule].split()) >= 6, f"rule {rule} has no text"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_has_a_test(rule: str) -> None:
+    assert TESTS.get(rule), f"no test is named test_{rule}_...: write one"
 
 
 def test_tests_name_only_rules_that_there_are() -> None:
-    unknown = {rule: tests for rule, tests in named_by_tests().items() if rule not in rules()}
-    assert not unknown
+    assert {rule: files for rule, files in TESTS.items() if rule not in RULES} == {}
+
+
+def test_comments_and_docs_cite_only_rules_that_there_are() -> None:
+    cited: dict[str, str] = {}
+    files = [path for root in ("engine", "plugins", "native") for path in (ROOT / root).rglob("*.py")]
+    files += (ROOT / "docs").rglob("*.md")
+    for path in files:
+        for citation in re.findall(r"\brules? ((?:[ARCSK]\d+(?:, | and | to |-)?)+)", path.read_text("utf-8")):
+            for rule in re.findall(r"[ARCSK]\d+", citation):
+                cited[rule] = path.name
+    assert len(cited) > 20
+    assert {rule: name for rule, name in cited.items() if rule not in RULES} == {}
+
+
+def test_each_rule_links_to_its_tests() -> None:
+    assert TOOL.with_links(PAGE) == PAGE, "run python docs/_tools/contract.py"
+
+
+def test_the_tool_finds_what_is_stale(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> None:
+    page = tmp_path / "contract.md"
+    page.write_text(PAGE.replace("Tests: ", "Tests: [gone.py (1)](../gone.py), "), "utf-8")
+    monkeypatch.setattr(TOOL, "PAGE", page)
+    assert TOOL.main(["--check"]) == 1
+    assert "is not up to date" in capsys.readouterr().out
+    assert TOOL.main([]) == 0
+    assert page.read_text("utf-8") == PAGE
+    assert TOOL.main(["--check"]) == 0
+
+
+def test_the_built_in_operations_are_those_of_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \| (yes|no) \|$", PAGE, re.MULTILINE)
+    table = {kind: (scope, use, overflow, unique == "yes") for kind, scope, use, overflow, unique in rows}
+    host = PluginHost.load([], strict=True)
+    declared = {
+        operation.kind: (operation.scope.value, operation.use.value, operation.overflow.value, operation.unique)
+        for record in host.records
+        if record.origin == "built-in"
+        for operation in record.operations
+    }
+    assert table == declared
+
+
+@pytest.mark.parametrize("reason", get_args(RejectionReason))
+def test_A4_names_every_reason_of_a_refusal(reason: str) -> None:
+    assert f"`{reason}`" in RULES["A4"]
