@@ -251,7 +251,7 @@ void Matcher::call(uint32_t position, uint32_t node, Budget &budget) {
     const uint32_t callee = called[index];
     if ((*rules)[position + 1].type != Rules::end) {
         connect({callee, position + 1, node}, budget);
-    } else if (callee != node) {
+    } else {
         for (uint32_t e = nodes[node].edges; e != none; e = edges[e].next) {
             budget.spend(1);
             new_edges.push_back({callee, edges[e].position, edges[e].node});
@@ -472,10 +472,7 @@ void Grammar::restart_walk() {
 
 // An end token ends the answer, so all of it must be an answer by then.
 bool Grammar::ends_with(int32_t token) {
-    if (here.partial.missing > 0) {
-        return false;
-    }
-    if (here.accepts) {
+    if (here.accepts) { // never amid a character
         return true;
     }
     matcher.rewind(here);
