@@ -27,7 +27,7 @@ character, however ambiguous the grammar is; with so many of them one character 
 
 MOST_WORK = 20_000_000
 """Places in a grammar that the search for one token may look at.  To hold a vocabulary of 256,000 tokens against the
-text of a JSON string takes a quarter of it."""
+text of a JSON string takes less than half of it."""
 
 MOST_SECONDS = 0.25
 """Processor time that the search for one token may take: all sequences of the step wait for it."""

@@ -42,7 +42,7 @@ def _adapters(value: object) -> tuple[tuple[str, float], ...]:
 
 def _adapter(item: Any, wanted: str) -> tuple[str, float]:
     path, scale = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, 1.0)
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(scale, (int, float)):
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise InvalidRequestError(f"{wanted}, not {shown(item)}", "lora")
     if not is_number(scale) or math.isinf(scale):
         raise InvalidRequestError(f"a scale is a finite number, not {shown(scale)}", "lora")

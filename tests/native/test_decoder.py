@@ -469,7 +469,9 @@ async def test_moves_happen_although_the_step_is_interrupted(tiny: Model, monkey
         ({"kv_mode": "both"}, "kv_mode"),
         ({"chunk_target": 0}, "chunk_target"),
         ({"chunk_target": float("nan")}, "chunk_target"),
+        ({"chunk_target": 10**400}, "chunk_target"),
         ({"rounds_target": -1}, "rounds_target"),
+        ({"rounds_target": True}, "rounds_target"),
         ({"lora": [("/nowhere/adapter.gguf", 1.0)]}, "adapter"),
     ],
 )

@@ -47,7 +47,7 @@ async def test_an_answer_of_optional_parts_is_whole(tiny_file: Path) -> None:
 async def test_C10_a_grammar_that_runs_into_a_wall_hurts_nobody_else(tiny_file: Path) -> None:
     async with loaded(tiny_file) as model:
         alone = await completion.complete(model, "peer", temperature=0.0, max_tokens=40)
-        wall = {"grammar": 'root ::= "abc" "d"', "logit_bias": dict.fromkeys(tokens_with(model, "d"), -math.inf)}
+        wall = dict.fromkeys(tokens_with(model, "d"), -math.inf)
         found: list[completion.Completion] = []
 
         async def peer() -> None:
@@ -56,7 +56,7 @@ async def test_C10_a_grammar_that_runs_into_a_wall_hurts_nobody_else(tiny_file: 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peer)
             with pytest.raises(laneway.DecodeError, match="no token may come next") as caught:
-                await completion.complete(model, "x", temperature=0.0, **wall)
+                await completion.complete(model, "x", temperature=0.0, grammar='root ::= "abc" "d"', logit_bias=wall)
             assert caught.value.sequences == 1
         assert found[0].tokens == alone.tokens
         assert model.state == "loaded"
@@ -95,10 +95,10 @@ async def test_a_control_token_ends_the_answer(tmp_path: Path, tokenizer: str, t
     async with loaded(path) as model:
         (h,) = model.tokenizer.tokenize("h", bos=False)
         # The grammar leads to the token, so that the answer does not hang on what a random model says.
-        fields = {"grammar": f'root ::= "h" {text} "h"?' if token == IM_START else f'root ::= "h" {text}'}
-        answer = await completion.complete(model, "x", stop=[text], **fields)
+        grammar = f'root ::= "h" {text} "h"?' if token == IM_START else f'root ::= "h" {text}'
+        answer = await completion.complete(model, "x", stop=[text], grammar=grammar)
         assert (answer.text, answer.stop_reason, answer.tokens) == ("h", "stop", (h,))
-        answer = await completion.complete(model, "x", stop=["never"], **fields)
+        answer = await completion.complete(model, "x", stop=["never"], grammar=grammar)
         assert answer.stop_reason == "eos"
         assert answer.tokens[1:2] == ((IM_START,) if token == IM_START else ())
 

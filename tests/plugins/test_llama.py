@@ -52,6 +52,8 @@ def test_the_default_context_gives_each_slot_2048_tokens_or_what_the_model_was_t
         ("lora", [("a", "b")], "must be a list of paths"),
         ("lora", [("a", True)], "must be a list of paths"),
         ("lora", [("a", float("nan"))], "a finite number"),
+        ("lora", [("a", 10**400)], "a finite number"),
+        ("chunk_target", 10**400, "a number"),
         ("kv_type", 5, "must be str"),
         ("kv_mode", "both", "must be one of 'split', 'unified', None"),
         ("flash_attention", 1, "must be bool"),
