@@ -28,7 +28,7 @@ def _tool() -> ModuleType:
 
 TOOL = _tool()
 RULES: dict[str, str] = TOOL.rules(PAGE)
-TESTS: dict[str, dict[Path, int]] = TOOL.tests_by_rule()
+TESTS: dict[str, dict[Path, int]] = TOOL.named_by_tests(ROOT / "tests")
 
 
 def test_the_contract_has_all_its_rules_in_order() -> None:

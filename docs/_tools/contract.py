@@ -32,7 +32,7 @@ def rules(page: str) -> dict[str, str]:
     return found
 
 
-def tests_by_rule(folder: Path = ROOT / "tests") -> dict[str, dict[Path, int]]:
+def named_by_tests(folder: Path) -> dict[str, dict[Path, int]]:
     """For each rule the files whose tests name it, and how many of their tests do."""
     named: dict[str, Counter[Path]] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -45,7 +45,7 @@ def tests_by_rule(folder: Path = ROOT / "tests") -> dict[str, dict[Path, int]]:
 
 def with_links(page: str) -> str:
     """The page with a line of links at the end of each rule that has tests."""
-    named = tests_by_rule()
+    named = named_by_tests(ROOT / "tests")
     out = []
     at = 0
     for match in RULE.finditer(page):
