@@ -61,7 +61,7 @@ def _groups(root: Path) -> list[tuple[int, int]]:
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Folders and versions of the control groups around this process: its own, its parent's and so on."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:

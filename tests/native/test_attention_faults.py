@@ -76,6 +76,23 @@ def test_a_row_that_sees_a_fault_shows_it_and_no_other_row_does(drawn: tuple[Cas
 
 
 @needs_kernel
+@pytest.mark.parametrize("kv", ["f16", "f32", "q8_0"])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_the_last_token_of_a_prompt_reaches_no_row_before_it(tensor: Literal["k", "v"], kv: KvName) -> None:
+    # Rows that see mostly the same are computed together, as products of matrices.
+    case = draw(Shape(64, 1, 2, 12, 100, 100, 1, kv), 2)
+    assert case.mask is not None
+    for row, values in enumerate(case.mask):
+        values[:] = [0.0 if cell <= 88 + row else -math.inf for cell in range(100)]
+    fault = Fault(tensor, 99, 7, math.nan)
+    with kernel(True):
+        clean = compute(case)
+        spoiled = compute(case, faults=[fault])
+    assert spoiled[:22] == clean[:22]
+    assert not any(math.isfinite(values[7]) for values in spoiled[22:])
+
+
+@needs_kernel
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("cap", [0.0, 15.0])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])

@@ -44,6 +44,16 @@ def test_a_group_of_version_2_with_a_limit(machine: Path) -> None:
     assert available(machine) == Available(3 * GIB, 4 * GIB)
 
 
+def test_the_name_of_a_group_is_bytes(machine: Path) -> None:
+    # As a path is, whatever the locale says.
+    name = os.fsdecode(b"caf\xe9")
+    write(machine, "proc/self/cgroup", "")
+    (machine / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    write(machine, f"sys/fs/cgroup/{name}/memory.max", str(GIB))
+    write(machine, f"sys/fs/cgroup/{name}/memory.current", "0")
+    assert available(machine).total == GIB
+
+
 def test_a_group_of_version_1(machine: Path) -> None:
     write(machine, "proc/self/cgroup", "4:cpu,cpuacct:/x\n3:memory:/docker/abc\n")
     write(machine, "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", str(2 * GIB))

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.portable import __main__ as portable
 from tests.portable.__main__ import ALL, QUICK, ROOT, VARIANTS, features, installed_features, why_not
 
 INFO = "CPU : SSE3 = 1 | SSSE3 = 1 | AVX = 1 | AVX2 = 1 | F16C = 1 | FMA = 1 | BMI2 = 1 | LLAMAFILE = 1 | REPACK = 1 | "
@@ -29,6 +32,20 @@ def test_what_this_processor_cannot_run_or_has_installed_is_left_out() -> None:
         "the installed build is one for SSE4.2",
     ]
     assert why_not(SSE42, frozenset({"NEON"})) == "this processor has no SSE4.2"
+
+
+def test_where_no_build_has_variants_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(portable, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["portable"])
+    folder = tmp_path / "build" / "cp311"
+    folder.mkdir(parents=True)
+    (folder / "build.ninja").write_text("build all: phony\n")
+    assert portable.main() == 0
+    assert "there is nothing to vary" in capsys.readouterr().out
+    (folder / "build.ninja").write_text("build laneway-avx2: phony\n")
+    assert portable.build_folder() == folder
 
 
 def test_all_files_that_are_run_are_there() -> None:

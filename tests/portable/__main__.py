@@ -81,9 +81,9 @@ def why_not(variant: Variant, installed: frozenset[str]) -> str | None:
 
 def build_folder() -> Path | None:
     """Where CMake has built what is installed, with targets for other processors; None if there is no such folder."""
-    for cache in sorted(ROOT.glob("build/*/CMakeCache.txt")):
-        if "laneway-avx2" in (cache.parent / "build.ninja").read_text(encoding="utf-8", errors="replace"):
-            return cache.parent
+    for rules in sorted(ROOT.glob("build/*/build.ninja")):
+        if "laneway-avx2" in rules.read_text(encoding="utf-8", errors="replace"):
+            return rules.parent
     return None
 
 
