@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 import trio
 
+from laneway import threads
 from laneway._admission import Admission
 from laneway._decode_loop import DecodeLoop
 from laneway._errors import ContextOverflowError, InvalidRequestError, ModelNotLoadedError
@@ -139,7 +140,7 @@ class Model:
             return tokenizer.tokenize(text, bos=bos, special=special)
         self._tokenizing += 1
         try:
-            return await trio.to_thread.run_sync(lambda: tokenizer.tokenize(text, bos=bos, special=special))
+            return await threads.run_sync(lambda: tokenizer.tokenize(text, bos=bos, special=special))
         finally:
             self._tokenizing -= 1
             self._untouched.unpark_all()

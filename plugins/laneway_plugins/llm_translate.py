@@ -11,14 +11,12 @@ on, all others in a plain instruction through their own chat template.  See :fun
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Literal, Unpack, final, overload
 
 import attrs
-import trio
 
 from laneway import (
     BatchEvent,
@@ -38,6 +36,7 @@ from laneway import (
     Tokens,
     TranslationError,
     hookimpl,
+    threads,
 )
 from laneway.validators import of_type, optional
 from laneway_plugins._language_detection import UndeterminedLanguageError as UndeterminedLanguageError
@@ -284,7 +283,7 @@ async def prepare(model: Model, request: TranslateRequest) -> Prepared:
     wanted = [core for _, core, _ in split if core]
     source = request.source
     if source is None and wanted:
-        source = await trio.to_thread.run_sync(functools.partial(detect_language, wanted))
+        source = await threads.run_long(detect_language, wanted)
     if source is not None and source == request.target:
         raise TranslationError(f"source and target are the same language: {source.name} ({source.code})")
     form = request.form or form_for(model.name, model.metadata, chats=bool(model.tokenizer.chat_template))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, final
 from urllib.parse import unquote
 
 import attrs
-import trio
 
+from laneway import threads
 from laneway._errors import CacheKeyError, InvalidRequestError
 from laneway._kvcache import _files
 from laneway._kvcache._format import Facts, Miss
@@ -165,7 +165,7 @@ class KVCaches:
             history = history_of(fingerprint, messages)
         else:
             path_of(key, model.name)
-        return await trio.to_thread.run_sync(self._plan, model.name, fingerprint, key, history)
+        return await threads.run_file(self._plan, model.name, fingerprint, key, history)
 
     def _plan(self, model: str, fingerprint: bytes, key: str | None, history: History | None) -> CachePlan:
         path: Path | None
@@ -225,7 +225,7 @@ class KVCaches:
 
     async def list(self) -> tuple[CacheEntry, ...]:
         """Every cache, those with keys first, in the order of their names; automatic ones the last used first."""
-        return await trio.to_thread.run_sync(self._list)
+        return await threads.run_file(self._list)
 
     def _list(self) -> tuple[CacheEntry, ...]:
         entries = [entry for path in self._all(NAMED, AUTOMATIC) if (entry := self._entry(path)) is not None]
@@ -237,7 +237,7 @@ class KVCaches:
 
         :raises CacheKeyError: the key or the model names no file inside the directory, or more than was meant
         """
-        return await trio.to_thread.run_sync(self._delete_key, key, model)
+        return await threads.run_file(self._delete_key, key, model)
 
     def _delete_key(self, key: str, model: str | None) -> CacheDeletion:
         if model is None:
@@ -252,18 +252,18 @@ class KVCaches:
 
     async def delete_automatic(self) -> CacheDeletion:
         """Delete all caches that have no key."""
-        return await trio.to_thread.run_sync(lambda: self._delete(self._all(AUTOMATIC, strict=True)))
+        return await threads.run_file(lambda: self._delete(self._all(AUTOMATIC, strict=True)))
 
     async def delete_everything(self) -> CacheDeletion:
         """Delete all caches, those with keys included.  The directory itself stays."""
-        return await trio.to_thread.run_sync(lambda: self._delete(self._all(NAMED, AUTOMATIC, strict=True)))
+        return await threads.run_file(lambda: self._delete(self._all(NAMED, AUTOMATIC, strict=True)))
 
     async def prune(self, retention: CacheRetention | None = None) -> CacheDeletion:
         """Bring automatic caches within their bounds now, and remove what killed processes have left (rule K6).
 
         :param retention: other bounds than those of this object
         """
-        return await trio.to_thread.run_sync(self._prune, retention or self.retention)
+        return await threads.run_file(self._prune, retention or self.retention)
 
     def _prune(self, retention: CacheRetention) -> CacheDeletion:
         """:meth:`prune`, blocking."""
