@@ -30,6 +30,7 @@ from laneway._errors import (
     ModelNotLoadedError,
     holds,
 )
+from laneway._home import Home
 from laneway._kvcache._caches import KVCaches
 from laneway._model import Model
 from laneway._plugins import PluginHost
@@ -195,7 +196,11 @@ class _Host:
 
 @final
 class Engine:
-    """Models and the requests that run on them.  Made by :func:`open_engine` alone."""
+    """Models and the requests that run on them.  Made by :func:`open_engine` alone.
+
+    An engine, its models and its runs belong to the ``trio.run`` in which it was opened.  Methods that start, end or
+    wait for something, and :meth:`snapshot`, raise :class:`RuntimeError` elsewhere, before anything has changed.
+    """
 
     def __init__(
         self, host: PluginHost, registry: Registry, services: _Host, cache_dir: Any, kv_caches: KVCaches
@@ -205,6 +210,7 @@ class Engine:
         self._services = services
         self._cache_dir = cache_dir
         self._kv_caches = kv_caches
+        self._home = Home()
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
 
@@ -254,6 +260,7 @@ class Engine:
         :raises ModelLoadError: it cannot be loaded, or the parameters are wrong; nothing has changed
         :raises EngineClosedError: the engine is closing
         """
+        self._home.check()
         if self._registry.closed:
             raise EngineClosedError
         text = str(source)
@@ -347,6 +354,7 @@ class Engine:
 
         :raises InvalidRequestError: called from inside the handler of a request on that model
         """
+        self._home.check()
         self._own(model)
         self._registry.check_outside(model)
         self._begin_unload(model, "it is unloading")
@@ -409,6 +417,7 @@ class Engine:
         return self._host.operation(kind, model.has_decoder, model.name)
 
     async def _admit(self, opening: _OpenRun) -> Request:
+        self._home.check()
         model = opening.model
         if self._registry.closed:
             raise EngineClosedError
@@ -439,12 +448,14 @@ class Engine:
         A waiter has left the queue when this returns, a running request leaves at the next step.  An id that nobody
         has is remembered for 30 s, and ends the request that comes with it (rule C5).
         """
+        self._home.check()
         return self._registry.cancel(request_id, reason)
 
     def cancel_all(
         self, *, model: Model | None = None, kind: str | None = None, reason: str = "cancelled with others"
     ) -> int:
         """Cancel the live requests on ``model`` and of ``kind``, None meaning any, and return how many those are."""
+        self._home.check()
         return self._registry.cancel_many(
             (
                 request
@@ -459,10 +470,12 @@ class Engine:
 
         :raises InvalidRequestError: called from inside that request's own handler
         """
+        self._home.check()
         await self._registry.wait_ended(request_id)
 
     def snapshot(self) -> EngineSnapshot:
         """Lanes, requests, slots and stalls of this moment."""
+        self._home.check()
         return EngineSnapshot(models=tuple(map(self._snapshot_model, self.models)), closed=self._registry.closed)
 
     def _snapshot_model(self, model: Model) -> ModelSnapshot:

@@ -134,6 +134,7 @@ class Model:
         :param bos: begin with what the model wants at a beginning
         :param special: read the text of special tokens, such as chat markers, as those tokens
         """
+        self.engine._home.check()
         tokenizer = self.tokenizer
         if len(text) < LONG_TEXT:
             await trio.lowlevel.checkpoint_if_cancelled()

@@ -372,7 +372,6 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def cancel(self, request_id: str, reason: str) -> int:
         """Cancel by id; how many live requests that reached.  An unknown id is remembered (rule C5)."""
-        # Raises in a foreign thread, before anything has changed.
         now = trio.current_time()
         request = self._live.get(request_id)
         if request is not None:
@@ -426,7 +425,6 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def cancel_many(self, requests: Iterable[Request], reason: str) -> int:
         """Cancel several and return how many they are; none of them is granted a permit on account of it."""
-        trio.current_time()  # raises in a foreign thread, before anything has changed
         chosen = list(requests)
         for request in _in_order_of_leaving(chosen):
             self.cancel_request(request, reason)
