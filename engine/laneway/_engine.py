@@ -13,14 +13,13 @@ own cancel from its body, and a nursery around it would wrap the body's errors i
 from __future__ import annotations
 
 import logging
-import math
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import attrs
 import trio
 
-from laneway._admission import check_parallel, normalise_cap
+from laneway._admission import check_parallel, check_queue_limit, normalise_cap
 from laneway._declarations import Backend, Overflow, Prepared
 from laneway._errors import (
     PROGRAM_ENDS,
@@ -29,6 +28,7 @@ from laneway._errors import (
     ModelLoadError,
     ModelNotLoadedError,
     holds,
+    shown,
 )
 from laneway._home import Home
 from laneway._kvcache._caches import KVCaches
@@ -270,7 +270,7 @@ class Engine:
         except (TypeError, ValueError) as error:
             raise ModelLoadError(text, str(error)) from None
         if admission not in ("requests", "slots"):
-            raise ModelLoadError(text, f"admission must be 'requests' or 'slots', not {admission!r}")
+            raise ModelLoadError(text, f"admission must be 'requests' or 'slots', not {shown(admission)}")
         parsed = parse_source(source, cache_dir=self._cache_dir)
         loader = self._loader_for(parsed, text)
         checked = _loader_options(loader, options, text)
@@ -337,7 +337,7 @@ class Engine:
         taken = self._models.keys() | self._loading
         if wanted is not None:
             if not isinstance(wanted, str) or not wanted:
-                raise ModelLoadError(text, f"a model's name is a non-empty str, not {wanted!r}")
+                raise ModelLoadError(text, f"a model's name is a non-empty str, not {shown(wanted)}")
             if wanted in taken:
                 raise ModelLoadError(text, f"the name {wanted!r} is in use; unload that model or choose another name")
             return wanted
@@ -634,16 +634,20 @@ async def _outlast(event: trio.Event) -> None:
 
 
 def _check_queue(queue_limit: Any, queue_timeout: Any) -> None:
-    if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 0:
-        raise ValueError(f"queue_limit must be an int of at least 0, not {queue_limit!r}")
+    check_queue_limit(queue_limit)
     _check_seconds(queue_timeout, "queue_timeout")
 
 
 def _check_seconds(value: Any, what: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
-        raise ValueError(f"{what} must be seconds of at least 0, or None, not {value!r}")
+    # `not value >= 0` rather than `value < 0`: every comparison with NaN is false.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{what} must be seconds of at least 0, or None, not {shown(value)}")
+    try:
+        float(value)  # which the clock adds it to
+    except OverflowError:
+        raise ValueError(f"{what} is larger than any float ({shown(value)}); use None for no bound") from None
 
 
 def _check_run(opening: _OpenRun) -> Overflow | None:
@@ -652,9 +656,9 @@ def _check_run(opening: _OpenRun) -> Overflow | None:
         if opening.cap is not None:
             normalise_cap(opening.cap)
         if opening.backpressure not in ("merge", "pause"):
-            raise ValueError(f"backpressure must be 'merge' or 'pause', not {opening.backpressure!r}")
+            raise ValueError(f"backpressure must be 'merge' or 'pause', not {shown(opening.backpressure)}")
         if opening.request_id is not None and (not isinstance(opening.request_id, str) or not opening.request_id):
-            raise ValueError(f"request_id must be a non-empty str, or None, not {opening.request_id!r}")
+            raise ValueError(f"request_id must be a non-empty str, or None, not {shown(opening.request_id)}")
         return None if opening.overflow is None else Overflow(opening.overflow)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(str(error)) from None

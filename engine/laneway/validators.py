@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from laneway._errors import InvalidRequestError
+from laneway._errors import InvalidRequestError, shown
 
 __all__ = ["Validator", "number", "of_type", "optional", "whole"]
 
@@ -32,7 +32,7 @@ def of_type(*types: type[Any]) -> Validator:
     def check(instance: Any, attribute: Any, value: Any) -> None:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(wanted.__name__ for wanted in types)
-            raise InvalidRequestError(f"must be {wanted}, not {value!r}", attribute.name)
+            raise InvalidRequestError(f"must be {wanted}, not {shown(value)}", attribute.name)
 
     return check
 
@@ -57,7 +57,7 @@ def _range(noun: str, types: tuple[type[Any], ...], low: float, high: float) -> 
         # `not low <= value` rather than `value < low`: every comparison with NaN is false.
         if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
             raise InvalidRequestError(
-                f"must be {noun} from {_plain(low)} to {_plain(high)}, not {value!r}", attribute.name
+                f"must be {noun} from {_plain(low)} to {_plain(high)}, not {shown(value)}", attribute.name
             )
 
     return check

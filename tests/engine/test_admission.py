@@ -86,7 +86,9 @@ def test_A2_caps_are_normalised(given: float, cap: float) -> None:
     assert core.cap("embed") == cap
 
 
-@pytest.mark.parametrize(("given", "error"), [(math.nan, ValueError), ("4", TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("given", "error"), [(math.nan, ValueError), (10**400, ValueError), ("4", TypeError), (True, TypeError)]
+)
 def test_A2_what_is_no_cap_is_refused_and_changes_nothing(given: Any, error: type[Exception]) -> None:
     core = Admission(1)
     with pytest.raises(error, match=r"math\.inf"):

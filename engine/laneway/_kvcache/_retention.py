@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import attrs
 
+from laneway._errors import shown
+
 GIB = 2**30
 DAY = 24 * 3600.0
 
@@ -15,7 +17,7 @@ def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: obje
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{attribute.name} is a number of at least 0, or None, not {value!r}")
+        raise ValueError(f"{attribute.name} is a number of at least 0, or None, not {shown(value)}")
 
 
 @attrs.frozen(kw_only=True)
