@@ -62,6 +62,7 @@ PUBLIC = {
     "laneway",
     "laneway.decoder",
     "laneway.hookspecs",
+    "laneway.processes",
     "laneway.terminal",
     "laneway.testing",
     "laneway.threads",
@@ -201,6 +202,109 @@ def test_only_the_native_package_imports_the_extension() -> None:
 def test_no_asyncio_anywhere() -> None:
     found = [each for folder in ("engine", "plugins", "native") for file in files(folder) for each in imports(file)]
     assert offenders(each for each in found if each.top in ("asyncio", "anyio")) == []
+
+
+OF_THE_DEFAULT_LIMITER = {
+    "trio.Path",
+    "trio.PosixPath",
+    "trio.WindowsPath",
+    "trio.lowlevel.open_process",
+    "trio.open_file",
+    "trio.open_ssl_over_tcp_stream",
+    "trio.open_tcp_listeners",
+    "trio.open_tcp_stream",
+    "trio.run_process",
+    "trio.serve_tcp",
+    "trio.socket",
+    "trio.to_thread.current_default_thread_limiter",
+    "trio.to_thread.run_sync",
+    "trio.wrap_file",
+}
+"""What of Trio may take a token of its default limiter.  ``run_sync`` does not if it is given another."""
+
+
+def _dotted(node: ast.expr) -> str:
+    """``trio.to_thread.run_sync`` as it is written; empty for what is no plain name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def _brings_a_limiter(call: ast.Call) -> bool:
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "limiter"]
+    return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)
+
+
+def default_limiter_uses(source: str) -> list[str]:
+    """The lines of a source that use threads of Trio's default limiter, or name what does."""
+    tree = ast.parse(source)
+    good = {
+        node.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _dotted(node.func) == "trio.to_thread.run_sync" and _brings_a_limiter(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node not in good and _dotted(node) in OF_THE_DEFAULT_LIMITER:
+            found.append(f"{node.lineno}: {_dotted(node)}")
+        elif isinstance(node, ast.ImportFrom) and within(node.module or "", "trio"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            # A module under another name would hide what is taken from it.
+            found += [
+                f"{node.lineno}: {name}" for name in names if any(within(each, name) for each in OF_THE_DEFAULT_LIMITER)
+            ]
+        elif isinstance(node, ast.Import):
+            found += [
+                f"{node.lineno}: import {alias.name} as {alias.asname}"
+                for alias in node.names
+                if within(alias.name, "trio") and alias.asname is not None
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "await trio.to_thread.run_sync(work)",
+        "await trio.to_thread.run_sync(work, limiter=None)",
+        "await trio.to_thread.run_sync(work, 1, abandon_on_cancel=True)",
+        "task = functools.partial(trio.to_thread.run_sync, work, limiter=mine)",
+        "limiter = trio.to_thread.current_default_thread_limiter()",
+        "from trio import to_thread",
+        "from trio.to_thread import run_sync",
+        "from trio import Path",
+        "from trio import lowlevel",
+        "import trio as t",
+        "import trio.to_thread as threads",
+        "await trio.Path('x').mkdir()",
+        "file = await trio.open_file('x')",
+        "await nursery.start(trio.run_process, ['true'])",
+        "await trio.lowlevel.open_process(['true'])",
+        "await trio.socket.getaddrinfo('host', 80)",
+    ],
+)
+def test_a_use_of_the_default_limiter_is_found(source: str) -> None:
+    assert len(default_limiter_uses(source)) == 1
+    assert len(default_limiter_uses(f"async def function():\n    {source}\n")) == 1
+
+
+def test_a_limiter_of_the_callers_own_is_none_of_its_uses() -> None:
+    source = "import trio\nfrom trio.testing import MockClock\nawait trio.to_thread.run_sync(work, 1, limiter=mine)"
+    assert default_limiter_uses(source) == []
+
+
+def test_no_thread_is_taken_from_the_programs_own_limiter() -> None:
+    """The program may hold all of it while it waits for this engine: see laneway.threads."""
+    bad = [
+        f"{file.relative_to(ROOT)}:{use}"
+        for folder in ("engine", "plugins", "native")
+        for file in files(folder)
+        for use in default_limiter_uses(file.read_text(encoding="utf-8"))
+    ]
+    assert bad == []
 
 
 def test_the_package_itself_only_re_exports() -> None:

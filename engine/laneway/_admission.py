@@ -87,6 +87,9 @@ MAX_PARALLEL: Final = 256
 QUEUE_LIMIT: Final = 64
 """How many may wait in a lane unless the model says otherwise: rule A4."""
 
+LARGEST_QUEUE_LIMIT: Final = 2**63 - 1
+"""Which is as good as none."""
+
 
 class TicketState(enum.Enum):
     """Where a ticket is in its life.  It only ever moves down this list."""
@@ -173,6 +176,16 @@ def check_parallel(value: object) -> int:
     return value
 
 
+def check_queue_limit(value: object) -> int:
+    """Return ``value`` if it can be how many wait in a lane: an int of at least 0 (rule A4).
+
+    :raises ValueError: it is anything else.  The message names the range.
+    """
+    if not is_whole(value) or not 0 <= value <= LARGEST_QUEUE_LIMIT:
+        raise ValueError(f"queue_limit must be an int from 0 to {LARGEST_QUEUE_LIMIT}, not {shown(value)}")
+    return value
+
+
 def normalise_cap(value: float) -> float:
     """Return the cap that a plugin or a request means by ``value`` (rule A2).
 
@@ -231,10 +244,8 @@ class Admission:
     )
 
     def __init__(self, parallel: int, queue_limit: int = QUEUE_LIMIT) -> None:
-        if not is_whole(queue_limit) or queue_limit < 0:
-            raise ValueError(f"queue_limit must be an int of at least 0, not {shown(queue_limit)}")
         self.parallel: Final = check_parallel(parallel)
-        self.queue_limit: Final = queue_limit
+        self.queue_limit: Final = check_queue_limit(queue_limit)
         self._next_number = 1
         self._running = 0  # tickets, in all lanes
         self._writer: Ticket | None = None  # the exclusive ticket that runs

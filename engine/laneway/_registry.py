@@ -373,7 +373,6 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def cancel(self, request_id: str, reason: str) -> int:
         """Cancel by id; how many ends that caused (rule C3).  An unknown id is remembered (rule C5)."""
-        # Raises in a foreign thread, before anything has changed.
         now = trio.current_time()
         request = self._live.get(request_id)
         if request is not None:
@@ -434,7 +433,6 @@ class Registry:
     @trio.lowlevel.enable_ki_protection
     def cancel_many(self, requests: Iterable[Request], reason: str, *, asked: bool = False) -> int:
         """Cancel several and return how many ends that caused; none of them is granted a permit on account of it."""
-        trio.current_time()  # raises in a foreign thread, before anything has changed
         return sum(self.cancel_request(request, reason, asked=asked) for request in _in_order_of_leaving(requests))
 
     def shut(self) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 import attrs
 import platformdirs
 
-from laneway._errors import InvalidRequestError, ModelLoadError
+from laneway._errors import InvalidRequestError, ModelLoadError, shown
 
 
 @attrs.frozen
@@ -111,16 +112,42 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}")
 def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Laneway's directory for what can be fetched again: the one given, else ``LANEWAY_CACHE_DIR``, else the user's.
 
-    Raises :class:`InvalidRequestError` for a ``~name`` of no user.
+    Raises :class:`InvalidRequestError` for what can be no directory, or is something else.
     """
-    named = os.fspath(cache_dir) if cache_dir is not None else os.environ.get("LANEWAY_CACHE_DIR")
+    given = "LANEWAY_CACHE_DIR" if cache_dir is None else "cache_dir"
+    try:
+        named = os.environ.get(given) if cache_dir is None else os.fspath(cache_dir)
+    except TypeError:
+        named = b""
+    if isinstance(named, bytes) or (named and "\0" in named):
+        raise InvalidRequestError(f"must be a path as a str or a path object, not {shown(cache_dir)}", given)
     if not named:
         return platformdirs.user_cache_path("laneway", appauthor=False)
     try:
-        return Path(named).expanduser()
-    except RuntimeError:
-        field = "LANEWAY_CACHE_DIR" if cache_dir is None else "cache_dir"
-        raise InvalidRequestError(f"{named!r} names the home directory of a user that there is not", field) from None
+        path = Path(named).expanduser()
+    except RuntimeError as error:  # ~name of a user that there is not
+        raise InvalidRequestError(f"{named!r} names no directory: {error}", given) from None
+    check_directory(path, given)
+    return path
+
+
+def check_directory(path: Path, field: str | None = None) -> None:
+    """Raise :class:`InvalidRequestError` if ``path`` is there and is no directory, or lies below what is none.
+
+    What cannot be looked at for another reason shows when it is used.
+    """
+    try:
+        found = stat.S_ISDIR(path.stat().st_mode)
+    except NotADirectoryError:
+        found = False
+    except OSError:
+        return
+    if not found:
+        raise InvalidRequestError(
+            f"{path} is no directory; name a directory, or a place where one can be made, with cache_dir or "
+            "LANEWAY_CACHE_DIR",
+            field,
+        )
 
 
 def models_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-from laneway._errors import InvalidRequestError
+from laneway._errors import InvalidRequestError, shown
 
 __all__ = ["Validator", "is_number", "is_whole", "number", "of_type", "optional", "shown", "whole"]
 
 Validator = Callable[[Any, Any, Any], None]
 """What ``attrs.field(validator=...)`` takes: called with the instance, the attribute and the value."""
-
-_LONGEST_SHOWN = 200
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -33,16 +31,6 @@ def is_number(value: object) -> TypeGuard[float]:
         return not math.isnan(value)
     except OverflowError:
         return False
-
-
-def shown(value: object) -> str:
-    """``repr(value)`` for an error, shortened; also for an int with more digits than Python converts."""
-    try:
-        text = repr(value)
-    except ValueError:
-        assert isinstance(value, int)
-        return f"an int of {value.bit_length():,} bits"
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def number(low: float, high: float) -> Validator:

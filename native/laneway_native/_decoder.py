@@ -33,6 +33,7 @@ from laneway_native._memory import KV_TYPES, KvType, Need, context_need, shortag
 from laneway_native._numbers import is_finite
 from laneway_native._policy import ROUNDS_TARGET, KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
+from laneway_native._threads import run_sync
 from laneway_native._weights import weights_digest
 
 if TYPE_CHECKING:
@@ -492,7 +493,7 @@ class LlamaDecoder:
 
     async def verify(self, state: bytes) -> None:
         """Raise :class:`DecodeError` if the bytes are not whole, or of another model or setting."""
-        await trio.to_thread.run_sync(unseal, state, self._fingerprint)
+        await run_sync(unseal, state, self._fingerprint)
 
     async def load(self, slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
         """Fill a slot that holds no cells, and keep the first ``length`` of them.
@@ -642,7 +643,7 @@ async def _seal(state: list[bytes], print_: bytes) -> bytes:
         with _memory_for("a saved state"):
             return seal(state, print_)
 
-    return await trio.to_thread.run_sync(work)
+    return await run_sync(work)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from laneway_native._gguf import GgufHeader, check_gguf
 from laneway_native._log import follow_level
 from laneway_native._machine import available
 from laneway_native._memory import size_text
+from laneway_native._threads import run_sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -410,7 +411,7 @@ async def load_model(
             nursery.start_soon(cancel_with_us)
             with trio.CancelScope(shield=True):
                 try:
-                    model = await trio.to_thread.run_sync(load)
+                    model = await run_sync(load)
                 except Exception as error:  # raised again outside of the nursery, which would wrap it in a group
                     failure = error
             nursery.cancel_scope.cancel()

@@ -22,6 +22,7 @@ from typing import Protocol, final
 import trio
 
 from laneway import FinetuneError
+from laneway.processes import open_process
 from laneway_plugins._finetune_events import (
     ChildEvent,
     Failed,
@@ -54,7 +55,7 @@ _HINTS = {6: ": llama.cpp met something that it cannot compute", 9: ", perhaps b
 
 
 class Child(Protocol):
-    """A training process: what of :class:`trio.Process` is used."""
+    """A training process: what of :class:`laneway.processes.Process` is used."""
 
     @property
     def stdin(self) -> trio.abc.SendStream | None:
@@ -82,7 +83,7 @@ class Child(Protocol):
 @asynccontextmanager
 async def open_child(arguments: tuple[str, ...] = ("-m", MODULE)) -> AsyncIterator[Child]:
     """A new process of this Python for the length of a block.  Raises :class:`OSError`."""
-    process = await trio.lowlevel.open_process(
+    process = await open_process(
         # Not what lies in the directory that we happen to be in.
         [sys.executable, "-P", *arguments],
         stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ import attrs
 import click
 import trio
 
-from laneway import open_engine
+from laneway import open_engine, threads
 from laneway.terminal import echo, harmless
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ async def _finetune(source: str, request: FinetuneRequest, restart: bool) -> Fin
     async with open_engine() as engine:
         model = await engine.load_model(source, 1, context_size=CONTEXT_SIZE)
         if restart:
-            await trio.to_thread.run_sync(plugin.discard, request.output)
+            await threads.run_file(plugin.discard, request.output)
         result: FinetuneResult | None = None
         # Up to here, while the data are read too, Ctrl-C ends the program: there is nothing to pause yet.
         async with plugin.start_request(model, request) as training:

@@ -11,7 +11,7 @@ from typing import TypeVar, final
 import attrs
 import trio
 
-from laneway import ModelLoadError
+from laneway import ModelLoadError, threads
 from laneway_plugins._nmt_package import Pair, PairFiles, read_files
 from laneway_plugins._nmt_pieces import Characters, Pieces, SentencePieces, Words
 from laneway_plugins._nmt_text import Chunk, split_pieces
@@ -115,7 +115,7 @@ class NmtService:
         async with self._opening:
             if index not in self._open:
                 load = functools.partial(self._open_pair, self.pairs[index])
-                self._open[index] = await trio.to_thread.run_sync(load, limiter=self._aside)
+                self._open[index] = await threads.run_long(load)
             return self._open[index]
 
     async def aside(self, work: Callable[[], _T]) -> _T:
@@ -154,7 +154,7 @@ class NmtService:
                 opened = list(self._open.values())
                 self._open.clear()
             for pair in opened:
-                await trio.to_thread.run_sync(pair.worker.close, limiter=self._aside)
+                await threads.run_long(pair.worker.close)
 
 
 async def _set_when_cancelled(stop: threading.Event) -> None:

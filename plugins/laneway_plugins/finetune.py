@@ -42,6 +42,7 @@ from laneway import (
     Scope,
     Use,
     hookimpl,
+    threads,
 )
 from laneway.validators import number, of_type, optional, whole
 from laneway_plugins._finetune_child import Child, Conversation, job_line, open_child
@@ -78,8 +79,8 @@ _T = TypeVar("_T")
 
 
 async def _off_loop(function: Callable[..., _T], *args: Any) -> _T:
-    """Run what blocks in a thread."""
-    return await trio.to_thread.run_sync(partial(function, *args))
+    """Run what blocks in a thread: reading data may take minutes, and locks and disks may keep it waiting."""
+    return await threads.run_long(partial(function, *args))
 
 
 # The request.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import trio
 
-from laneway import Backend, InvalidRequestError, Loader, ModelLoadError, ModelSource, PluginSpec, hookimpl
+from laneway import Backend, InvalidRequestError, Loader, ModelLoadError, ModelSource, PluginSpec, hookimpl, threads
 from laneway.validators import is_number, number, of_type, optional, shown, whole
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ async def _make_decoder(
         rope_freq_base=options.rope_freq_base,
         rope_freq_scale=options.rope_freq_scale,
     )
-    decoder: LlamaDecoder = await trio.to_thread.run_sync(make)
+    decoder: LlamaDecoder = await threads.run_long(make)
     return decoder
 
 
@@ -187,7 +187,7 @@ async def _close(decoder: LlamaDecoder | None, model: Model) -> None:
             if decoder is not None:
                 await decoder.aclose()
         finally:
-            await trio.to_thread.run_sync(model.close)
+            await threads.run_long(model.close)
 
 
 def _native(source: str) -> ModuleType:

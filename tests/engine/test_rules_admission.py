@@ -15,6 +15,10 @@ from laneway.testing import ScriptedTokenizer
 from tests.engine.kit import GREEDY, Body, Generate, bench, forever
 
 PROMPT = (5, 6, 7)
+HUGE = 10**400
+"""Larger than any float."""
+DIGITS = 10**5000
+"""More digits than Python writes."""
 
 
 async def test_A1_two_models_never_share_a_lane(autojump_clock: trio.testing.MockClock) -> None:
@@ -55,9 +59,19 @@ async def test_A2_parallel_is_one_by_default(autojump_clock: trio.testing.MockCl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"queue_limit": -1}, "queue_limit must be an int of at least 0"),
+        ({"queue_limit": -1}, "queue_limit must be an int from 0"),
         ({"queue_limit": 1.5}, "queue_limit must be an int"),
         ({"queue_timeout": -1}, "queue_timeout must be seconds"),
+        ({"queue_timeout": math.nan}, "queue_timeout must be seconds"),
+        ({"queue_timeout": "1"}, "queue_timeout must be seconds of at least 0, or None, not '1'"),
+        ({"queue_timeout": HUGE}, "queue_timeout must be seconds"),
+        ({"queue_timeout": -HUGE}, "queue_timeout must be seconds of at least 0, or None, not -1000"),
+        ({"queue_timeout": 10 * DIGITS}, "queue_timeout must be seconds of at least 0, or None, not an int of .* bits"),
+        ({"queue_timeout": -10 * DIGITS}, "not an int of .* bits"),
+        ({"queue_limit": HUGE}, "queue_limit must be an int from 0 to 9223372036854775807, not 1000"),
+        ({"queue_limit": DIGITS}, "queue_limit must be an int .* not an int of .* bits"),
+        ({"parallel": DIGITS}, "parallel must be an int from 1 to 256, not an int of .* bits"),
+        ({"context_size": DIGITS}, "a wrong option: context_size: must be an integer .* not an int of .* bits"),
         ({"admission": "tokens"}, "admission must be 'requests' or 'slots'"),
         ({"name": "a"}, "the name 'a' is in use"),
         ({"name": ""}, "a non-empty str"),
@@ -70,6 +84,39 @@ async def test_A10_a_wrong_option_is_refused_before_anything_is_loaded(options: 
         with pytest.raises(laneway.ModelLoadError, match=message):
             await b.engine.load_model("scripted:b", **options)
         assert "scripted:b" not in b.loader.decoders
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queue_timeout": -1}, "queue_timeout must be seconds"),
+        ({"queue_timeout": math.nan}, "queue_timeout must be seconds"),
+        ({"queue_timeout": HUGE}, "queue_timeout must be seconds"),
+        ({"queue_timeout": DIGITS}, "queue_timeout must be seconds"),
+        ({"queue_timeout": -DIGITS}, "queue_timeout must be seconds"),
+        ({"cap": math.nan}, "a cap cannot be NaN"),
+        ({"cap": "4"}, "a cap is an int or a float"),
+        ({"backpressure": DIGITS}, "backpressure must be 'merge' or 'pause'"),
+        ({"request_id": DIGITS}, "request_id must be a non-empty str"),
+    ],
+)
+async def test_A10_a_number_that_a_run_cannot_use_is_refused_before_it_arrives(
+    options: dict[str, Any], message: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with bench() as b:
+        with pytest.raises(laneway.InvalidRequestError, match=message):
+            async with b.run("generate", Generate(PROMPT), **options):
+                pytest.fail("it was admitted")
+        assert b.decoder.statistics().steps == 0
+        b.nothing_left()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e308, 10**300, 0.0, None])
+async def test_A5_any_other_number_of_seconds_bounds_a_wait(
+    seconds: float | None, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with bench() as b, b.run("generate", Generate(PROMPT, max_tokens=2), queue_timeout=seconds) as run:
+        assert len((await run.result()).tokens) == 2
 
 
 async def test_A3_grants_follow_arrival_and_nobody_barges(autojump_clock: trio.testing.MockClock) -> None:

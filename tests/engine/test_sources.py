@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pytest
 
-from laneway._errors import ModelLoadError
+import laneway
+from laneway._errors import InvalidRequestError, ModelLoadError
 from laneway._sources import (
     CATALOGUE,
     Package,
@@ -147,6 +149,29 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     assert models_directory() == here / "kept" / "models"
     monkeypatch.delenv("LANEWAY_CACHE_DIR")
     assert cache_directory() == platformdirs.user_cache_path("laneway")
+
+
+@pytest.mark.parametrize("given", ["~nosuchuser/x", b"bytes", 5, "nul\0character"])
+def test_what_names_no_cache_directory_is_an_invalid_request(given: Any) -> None:
+    for use in (cache_directory, laneway.KVCaches, lambda place: laneway.open_engine(cache_dir=place)):
+        with pytest.raises(InvalidRequestError, match=r"cache_dir: .*(names no directory|must be a path)"):
+            use(given)
+
+
+def test_a_cache_directory_that_is_a_file_is_an_invalid_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for place in (file, file / "below"):
+        with pytest.raises(InvalidRequestError, match=r"cache_dir: .* is no directory; name a directory"):
+            laneway.open_engine(cache_dir=place)
+        monkeypatch.setenv("LANEWAY_CACHE_DIR", str(place))
+        with pytest.raises(InvalidRequestError, match=r"LANEWAY_CACHE_DIR: .* is no directory"):
+            laneway.open_engine()
+    monkeypatch.setenv("LANEWAY_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(InvalidRequestError, match=r"LANEWAY_CACHE_DIR: '~nosuchuser/x' names no directory"):
+        laneway.open_engine()
 
 
 def test_catalogue_entries_say_what_they_are() -> None:

@@ -277,7 +277,8 @@ def test_K6_the_longest_unused_go_until_the_rest_is_within_bounds(
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"max_bytes": -1}, {"max_idle": -0.5}, {"max_idle": float("nan")}, {"max_bytes": "1"}]
+    "bounds",
+    [{"max_bytes": -1}, {"max_idle": -0.5}, {"max_idle": float("nan")}, {"max_bytes": "1"}, {"max_bytes": -(10**5000)}],
 )
 def test_K6_bounds_are_numbers_of_at_least_0(bounds: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="is a number of at least 0, or None"):
@@ -292,6 +293,20 @@ def test_K6_bounds_are_checked_when_they_are_set(caches: KVCaches, wrong: Any) -
     if wrong is not None:
         with pytest.raises(TypeError, match="retention is a CacheRetention, not"):
             KVCaches(caches.directory, wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, 5, {"max_bytes": 5}])
+async def test_K6_prune_takes_no_other_bounds(caches: KVCaches, wrong: Any) -> None:
+    put(caches, "", "m")
+    with pytest.raises(TypeError, match="retention is a CacheRetention, not"):
+        await caches.prune(wrong)
+    assert len(await caches.list()) == 1
+
+
+async def test_K6_bounds_may_be_larger_than_any_float(caches: KVCaches) -> None:
+    put(caches, "", "m", age=10**9)
+    await caches.prune(CacheRetention(max_bytes=10**400, max_idle=10**400))
+    assert len(await caches.list()) == 1
 
 
 async def test_K6_only_automatic_caches_are_bounded(caches: KVCaches) -> None:

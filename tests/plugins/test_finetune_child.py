@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from laneway import FinetuneError
+from laneway.processes import Process
 from laneway_plugins import _finetune_child
 from laneway_plugins._finetune_child import Child, Conversation, job_line, open_child
 from laneway_plugins._finetune_events import ChildEvent, Finished, Paused, Started
@@ -73,7 +74,7 @@ def gone(pid: int) -> bool:
 
 
 def pid_of(child: Child) -> int:
-    assert isinstance(child, trio.Process)
+    assert isinstance(child, Process)
     return child.pid
 
 

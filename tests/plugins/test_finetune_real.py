@@ -16,6 +16,7 @@ import trio
 
 import laneway
 from laneway import FinetuneError
+from laneway.processes import Process
 from laneway_plugins import completion, finetune
 from laneway_plugins._finetune_child import open_child
 from laneway_plugins.finetune import FinetuneProgress, FinetuneResult, Loss
@@ -141,12 +142,12 @@ def losses_of(result: FinetuneResult) -> list[float]:
 
 async def test_killed_and_resumed(tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "adapter.gguf"
-    children: list[trio.Process] = []
+    children: list[Process] = []
 
     @asynccontextmanager
     async def watched() -> AsyncIterator[Any]:
         async with open_child() as child:
-            assert isinstance(child, trio.Process)
+            assert isinstance(child, Process)
             children.append(child)
             yield child
 

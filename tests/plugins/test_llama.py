@@ -18,6 +18,7 @@ from laneway import InvalidRequestError, ModelLoadError, ModelSource
 from laneway.testing import ScriptedDecoder, ScriptedTokenizer
 from laneway_plugins import completion, llama
 from laneway_plugins.llama import LlamaOptions
+from tests.program_threads import all_tokens_held
 from tests.tiny_model import CHATML, write_tiny_model
 
 # Options.
@@ -277,6 +278,22 @@ async def test_a_decoder_that_cannot_be_closed_does_not_keep_the_model(
 def tiny_file(tmp_path: Path) -> Path:
     pytest.importorskip("laneway_native", reason="the native part is not built (make build)", exc_type=ImportError)
     return write_tiny_model(tmp_path / "tiny.gguf")
+
+
+async def test_a_tiny_model_needs_no_thread_of_the_programs_own(tiny_file: Path, tmp_path: Path) -> None:
+    async with all_tokens_held(), laneway.open_engine(strict_plugins=True, cache_dir=tmp_path / "cache") as engine:
+        for _ in range(2):
+            model = await engine.load_model(tiny_file, parallel=1, context_size=256, threads=1, prefix_cache=False)
+            talk = [{"role": "user", "content": "Hi"}]
+            for expected in (0, 1):
+                answer = await completion.complete(model, talk, temperature=0.0, max_tokens=9, kv_cache="k")
+                assert answer.stats.cache is not None
+                assert answer.stats.cache.ended == "commit"
+                assert (answer.stats.cached_tokens > 0) is bool(expected)
+            with pytest.raises(laneway.ContextOverflowError):
+                await completion.complete(model, "word " * 5000)
+            await engine.unload_model(model)
+            await engine.kv_caches.delete("k")
 
 
 async def test_a_tiny_model_is_loaded_and_answers(tiny_file: Path) -> None:

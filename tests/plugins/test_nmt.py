@@ -31,6 +31,7 @@ from laneway_plugins._nmt_service import NmtService
 from laneway_plugins._nmt_worker import Worker
 from tests.plugins import nmt_models
 from tests.plugins.nmt_models import CHARACTERS, WORDS, make_model, make_package
+from tests.program_threads import all_tokens_held
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +70,11 @@ async def loaded(path: Path, **options: Any) -> AsyncIterator[laneway.Model]:
 
 
 SENTENCE = "w1 w2 w3 w4"
+
+
+async def test_translating_needs_no_thread_of_the_programs_own(packages: Path) -> None:
+    async with all_tokens_held(), loaded(packages) as model:
+        assert await nmt.translate(model, SENTENCE, source="fr", target="ja")
 
 
 # Requests.

@@ -644,8 +644,11 @@ def leaves_a_run() -> PluginSpec:
     async def nap(ctx: RequestContext, prepared: Prepared) -> None:
         await trio.sleep_forever()
 
+    # A run that is collected ends its request.
+    kept: list[Any] = []
+
     async def wander_off(ctx: RequestContext, prepared: Prepared) -> None:
-        await ctx.model.engine.run(ctx.model, "nap", Ask()).__aenter__()
+        kept.append(await ctx.model.engine.run(ctx.model, "nap", Ask()).__aenter__())
 
     return plugin(operation("nap", handler=nap, lane_group="beds"), handler=wander_off)
 

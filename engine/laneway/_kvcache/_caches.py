@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, final
 from urllib.parse import unquote
 
 import attrs
-import trio
 
-from laneway._errors import CacheKeyError, InvalidRequestError
+from laneway import threads
+from laneway._errors import CacheKeyError, InvalidRequestError, shown
 from laneway._kvcache import _files
 from laneway._kvcache._format import Facts, Miss
 from laneway._kvcache._history import History, history_of, nearest
 from laneway._kvcache._keys import AUTOMATIC, NAMED, check_model, folder_of, lies_in, path_of
 from laneway._kvcache._locks import FileLock
 from laneway._kvcache._retention import CacheRetention, Candidate, evict
-from laneway._sources import cache_directory
+from laneway._sources import cache_directory, check_directory
 
 if TYPE_CHECKING:
     from laneway._model import Model
@@ -135,12 +135,7 @@ class KVCaches:
     @retention.setter
     def retention(self, value: CacheRetention) -> None:
         # Looked at after a commit, where it would be too late to complain.
-        if not isinstance(value, CacheRetention):
-            raise TypeError(
-                f"retention is a CacheRetention, not {value!r}; "
-                "for no bounds take CacheRetention(max_bytes=None, max_idle=None)"
-            )
-        self._retention = value
+        self._retention = _checked(value)
 
     # For operations.
 
@@ -165,7 +160,7 @@ class KVCaches:
             history = history_of(fingerprint, messages)
         else:
             path_of(key, model.name)
-        return await trio.to_thread.run_sync(self._plan, model.name, fingerprint, key, history)
+        return await threads.run_file(self._plan, model.name, fingerprint, key, history)
 
     def _plan(self, model: str, fingerprint: bytes, key: str | None, history: History | None) -> CachePlan:
         path: Path | None
@@ -225,9 +220,10 @@ class KVCaches:
 
     async def list(self) -> tuple[CacheEntry, ...]:
         """Every cache, those with keys first, in the order of their names; automatic ones the last used first."""
-        return await trio.to_thread.run_sync(self._list)
+        return await threads.run_file(self._list)
 
     def _list(self) -> tuple[CacheEntry, ...]:
+        check_directory(self._directory)
         entries = [entry for path in self._all(NAMED, AUTOMATIC) if (entry := self._entry(path)) is not None]
         entries.sort(key=lambda entry: (entry.automatic, entry.key or "", entry.age, entry.model))
         return tuple(entries)
@@ -237,9 +233,10 @@ class KVCaches:
 
         :raises CacheKeyError: the key or the model names no file inside the directory, or more than was meant
         """
-        return await trio.to_thread.run_sync(self._delete_key, key, model)
+        return await threads.run_file(self._delete_key, key, model)
 
     def _delete_key(self, key: str, model: str | None) -> CacheDeletion:
+        check_directory(self._directory)
         if model is None:
             folder = _files.place(self.root(), NAMED, folder_of(key), key)
             paths = list(_caches(_files.walk(folder, deep=False, strict=True)))
@@ -252,21 +249,22 @@ class KVCaches:
 
     async def delete_automatic(self) -> CacheDeletion:
         """Delete all caches that have no key."""
-        return await trio.to_thread.run_sync(lambda: self._delete(self._all(AUTOMATIC, strict=True)))
+        return await threads.run_file(lambda: self._delete(self._all(AUTOMATIC, strict=True)))
 
     async def delete_everything(self) -> CacheDeletion:
         """Delete all caches, those with keys included.  The directory itself stays."""
-        return await trio.to_thread.run_sync(lambda: self._delete(self._all(NAMED, AUTOMATIC, strict=True)))
+        return await threads.run_file(lambda: self._delete(self._all(NAMED, AUTOMATIC, strict=True)))
 
     async def prune(self, retention: CacheRetention | None = None) -> CacheDeletion:
         """Bring automatic caches within their bounds now, and remove what killed processes have left (rule K6).
 
         :param retention: other bounds than those of this object
         """
-        return await trio.to_thread.run_sync(self._prune, retention or self.retention)
+        return await threads.run_file(self._prune, self.retention if retention is None else _checked(retention))
 
     def _prune(self, retention: CacheRetention) -> CacheDeletion:
         """:meth:`prune`, blocking."""
+        check_directory(self._directory)
         for path in _files.walk(self.root()):
             target = _files.target_of(path)
             if target is not None:
@@ -296,6 +294,7 @@ class KVCaches:
             yield from _caches(_files.walk(self.root() / base, strict=strict))
 
     def _delete(self, paths: Iterable[Path]) -> CacheDeletion:
+        check_directory(self._directory)
         deleted: list[CacheEntry] = []
         in_use: list[CacheEntry] = []
         for path in list(paths):
@@ -353,6 +352,15 @@ class KVCaches:
             path=path,
             damage=damage,
         )
+
+
+def _checked(value: CacheRetention) -> CacheRetention:
+    if not isinstance(value, CacheRetention):
+        raise TypeError(
+            f"retention is a CacheRetention, not {shown(value)}; "
+            "for no bounds take CacheRetention(max_bytes=None, max_idle=None)"
+        )
+    return value
 
 
 def _caches(paths: Iterable[Path]) -> Iterator[Path]:

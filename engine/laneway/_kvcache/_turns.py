@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 import trio
 
+from laneway import threads
 from laneway._errors import CacheKeyError
 from laneway._events import CacheReport
 from laneway._kvcache import _files
@@ -77,10 +78,10 @@ class CacheTurn:
 
     async def __aenter__(self) -> CacheTurn:
         try:
-            await trio.to_thread.run_sync(self._look)
+            await threads.run_file(self._look)
             if self._unusable is None:
                 # Reading a large state takes a while and changes nothing, so a cancel need not wait for it.
-                await trio.to_thread.run_sync(self._begin, abandon_on_cancel=True)
+                await threads.run_long(self._begin, abandon_on_cancel=True)
         except BaseException as error:
             self.release(_reason_of(error))
             raise
@@ -124,7 +125,7 @@ class CacheTurn:
                 return self._end("release", "the file of the longer history is in use")
         assert path is not None
         try:
-            refused = await trio.to_thread.run_sync(self._commit, path, history, saved)
+            refused = await threads.run_long(self._commit, path, history, saved)
         except OSError as error:
             log.warning("the cache %s was not written: %s", path, error)
             return self._end("release", _files.explain(error))
