@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -125,20 +124,11 @@ class Model:
         """Tokens that all slots hold together."""
         return self._backend.context_size or self.window * self.parallel
 
-    async def state_fingerprint(self) -> bytes | None:
-        """What a kept state must come from to be of use here; None if the backend keeps none.
-
-        It covers the settings and, where the backend can tell them, the weights.  Those may take a while to read: that
-        is done once, in a thread, and the caller's scope ends the wait.
-        """
+    @property
+    def state_fingerprint(self) -> bytes | None:
+        """What a kept state must come from to be of use here; None if the backend keeps none."""
         fingerprint = getattr(self._backend.decoder, "state_fingerprint", None)
-        if not isinstance(fingerprint, bytes):
-            return None
-        weights_digest = getattr(self._backend.decoder, "weights_digest", None)
-        if weights_digest is None:
-            return fingerprint
-        digest: bytes = await weights_digest()
-        return hashlib.sha256(fingerprint + digest).digest()
+        return fingerprint if isinstance(fingerprint, bytes) else None
 
     async def tokenize(
         self, text: str, *, bos: bool = True, special: bool | Written = False, prompt: bool = False

@@ -57,16 +57,6 @@ void on_line(ggml_log_level level, const char *text, void *) {
     keep(effective, line, continued);
 }
 
-// llama.cpp puts the name of a C function before what it says, which tells a user nothing.
-std::string without_function(const std::string &line) {
-    const size_t colon = line.find_first_not_of("abcdefghijklmnopqrstuvwxyz_0123456789");
-    if (colon == std::string::npos || colon == 0 || line.compare(colon, 2, ": ") != 0 ||
-        line.find('_') >= colon) {
-        return line;
-    }
-    return line.substr(colon + 2);
-}
-
 std::once_flag started;
 
 } // namespace
@@ -80,9 +70,7 @@ FirstError::~FirstError() {
     first_error = nullptr;
 }
 
-std::string FirstError::text(const char *otherwise) const {
-    return first_error->empty() ? otherwise : without_function(*first_error);
-}
+std::string FirstError::text(const char *otherwise) const { return first_error->empty() ? otherwise : *first_error; }
 
 } // namespace laneway
 

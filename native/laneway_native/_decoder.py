@@ -25,7 +25,6 @@ from laneway.decoder import (
 from laneway_native._attention import attention_kernel_takes
 from laneway_native._errors import check, check_load, failure_of, new_error, text_of
 from laneway_native._ffi import ffi, lib
-from laneway_native._gguf_adapter import check_adapter
 from laneway_native._grammar import GrammarLimits, GrammarTables, grammar_tables
 from laneway_native._log import follow_level
 from laneway_native._machine import available, default_threads
@@ -34,7 +33,6 @@ from laneway_native._numbers import is_finite
 from laneway_native._policy import ROUNDS_TARGET, KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
 from laneway_native._threads import run_sync
-from laneway_native._weights import weights_digest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -120,9 +118,6 @@ class LlamaDecoder:
         self._window = context_size // parallel
         self._threads = threads
         self._lora = _checked_adapters(source, lora)
-        for path, _ in self._lora:
-            # A wrong one would end the process inside llama.cpp.
-            check_adapter(path, model.header)
         policy = plan(
             slots=parallel,
             window=self._window,
@@ -157,8 +152,6 @@ class LlamaDecoder:
             raise
         # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
         self._limiter = trio.CapacityLimiter(1)
-        # The weights are read once, and beside steps.
-        self._reading = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
         self.grammar_limits = GrammarLimits()
         """What a grammar may cost a sequence in one step; holds for sequences that are opened afterwards."""
@@ -482,15 +475,6 @@ class LlamaDecoder:
                 ffi.buffer(state[0] + begin, min(_PIECE, size[0] - begin))[:] for begin in range(0, size[0], _PIECE)
             ]
 
-    async def weights_digest(self) -> bytes:
-        """32 bytes that tell the weights of this model from others; see :func:`laneway_native.weights_digest`.
-
-        The file is read in a thread, once.  Raises :class:`InvalidRequestError` if it has changed since it was loaded.
-        """
-        return await trio.to_thread.run_sync(
-            weights_digest, self._model.header.data, trio.from_thread.check_cancelled, limiter=self._reading
-        )
-
     async def verify(self, state: bytes) -> None:
         """Raise :class:`DecodeError` if the bytes are not whole, or of another model or setting."""
         await run_sync(unseal, state, self._fingerprint)
@@ -694,6 +678,8 @@ def _checked_adapters(
             raise ModelLoadError(source, f"lora is a list of pairs (path, scale), and {adapter!r} is none") from None
         if not is_finite(scale):
             raise ModelLoadError(source, f"the scale of adapter {path!r} is a number, not {scale!r}")
+        if not os.path.isfile(path):
+            raise ModelLoadError(source, f"adapter {path!r}: there is no such file")
         checked.append((path, float(scale)))
     return tuple(checked)
 

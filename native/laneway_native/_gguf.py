@@ -35,7 +35,6 @@ from laneway_native._gguf_file import (
     ValueType,
     check_layout,
     entry,
-    facts_of,
     items,
     opened,
     os_reason,
@@ -46,7 +45,6 @@ from laneway_native._gguf_file import (
     strings,
     trimmed,
 )
-from laneway_native._weights import DataFile, identity_of
 
 __all__ = ["GgufArray", "GgufHeader", "check_gguf"]
 
@@ -111,10 +109,6 @@ class GgufHeader:
     """Sum over the layers of the heads that have keys and values."""
     sha256: str
     """Of every byte before the weights: metadata, names, shapes and types, the same wherever the file lies."""
-    tensors: Mapping[str, TensorInfo] = attrs.field(repr=False)
-    """Every tensor of all parts, by its name."""
-    data: tuple[DataFile, ...] = attrs.field(repr=False)
-    """Where the weights lie, for :func:`laneway_native.weights_digest`."""
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> int:
         """Bytes of keys and values that one token takes in all layers, at most; a sliding window needs less."""
@@ -138,20 +132,16 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufHeader:
 
 
 def _check(first: Path) -> GgufHeader:
-    # Before anything is read: a file that is changed from now on is not the one that was checked.
-    identity = identity_of(facts_of(first))
     with opened(first) as data:
         main = read_file(data)
         check_layout(main)
         _check_vectors(main)
         parts = [first, *_other_parts(first, main)]
         tensors = dict(main.tensors)
-        files = [DataFile(first, identity, main.ranges)]
         digest = hashlib.sha256(data[: main.header_size])
         file_size, tensor_bytes = main.file_size, main.tensor_bytes
         for number, part in enumerate(parts[1:], start=1):
             try:
-                identity = identity_of(facts_of(part))
                 with opened(part) as other_data:
                     other = read_file(other_data)
                     check_layout(other)
@@ -165,7 +155,6 @@ def _check(first: Path) -> GgufHeader:
             if twice := tensors.keys() & other.tensors.keys():
                 raise Refused(f"part {part.name}: tensor {min(twice)!r} is in another part too")
             tensors.update(other.tensors)
-            files.append(DataFile(part, identity, other.ranges))
             file_size += other.file_size
             tensor_bytes += other.tensor_bytes
         _check_count(main, len(parts), len(tensors))
@@ -173,7 +162,7 @@ def _check(first: Path) -> GgufHeader:
         vocabulary_size = _check_tokenizer(main)
         _check_tensors(tensors, shape, vocabulary_size)
         return _header(
-            first, parts, main, shape, vocabulary_size, tensors, files, tensor_bytes, file_size, digest.hexdigest()
+            first, parts, main, shape, vocabulary_size, len(tensors), tensor_bytes, file_size, digest.hexdigest()
         )
 
 
@@ -663,8 +652,7 @@ def _header(
     main: File,
     shape: _Shape,
     vocabulary_size: int,
-    tensors: dict[str, TensorInfo],
-    files: list[DataFile],
+    tensor_count: int,
     tensor_bytes: int,
     file_size: int,
     digest: str,
@@ -678,7 +666,7 @@ def _header(
         version=main.version,
         architecture=shape.architecture,
         name=name or first.stem,
-        tensor_count=len(tensors),
+        tensor_count=tensor_count,
         tensor_bytes=tensor_bytes,
         file_size=file_size,
         alignment=main.alignment,
@@ -698,8 +686,6 @@ def _header(
         chat_template=template if template_kind is ValueType.STRING else None,
         kv_heads=sum(shape.kv_heads),
         sha256=digest,
-        tensors=types.MappingProxyType(tensors),
-        data=tuple(files),
     )
 
 

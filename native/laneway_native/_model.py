@@ -153,9 +153,6 @@ class Model:
         )
         check_load(status, error, source)
         try:
-            for part in header.data:
-                if part.now() != part:
-                    raise ModelLoadError(source, f"{part.path.name} was changed while it was loaded; load it again")
             return cls(out[0], source, header, on_gpu=on_gpu)
         except BaseException:
             lib.laneway_model_free(out[0])

@@ -599,7 +599,7 @@ class _NativeTrainer:
             )
         return Plan(
             model_path=os.path.abspath(path),
-            fingerprint=f"{header.sha256}-{native.weights_digest(header.data).hex()}",
+            fingerprint=header.sha256,
             threads=request.threads or native.default_threads(),
             need=need,
         )

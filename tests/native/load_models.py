@@ -1,7 +1,5 @@
 """A program for tests: loads each model that is named on a line of its input, and says how that went.
 
-With the path of a model as its argument, the lines name adapters, and each one is applied to that model.
-
 It may be ended by an assertion of llama.cpp at any time; the last line that it wrote then names the file.
 """
 
@@ -19,11 +17,10 @@ from laneway_native import LlamaDecoder, Model
 CONTEXT = 256
 
 
-async def decode(model: Model, *adapters: str) -> None:
+async def decode(model: Model) -> None:
     """A prompt and two more tokens, on a context of the model."""
     prompt = model.tokenize("Hello, world!\nHéllo <|im_end|>", special=True) or [0]
-    lora = [(adapter, 1.0) for adapter in adapters]
-    decoder = LlamaDecoder(model, context_size=CONTEXT, parallel=1, threads=1, poll=0, lora=lora)
+    decoder = LlamaDecoder(model, context_size=CONTEXT, parallel=1, threads=1, poll=0)
     try:
         decoder.open(0, Sampling(temperature=0.0), prompt)
         tokens, position = prompt, 0
@@ -36,25 +33,21 @@ async def decode(model: Model, *adapters: str) -> None:
         await decoder.aclose()
 
 
-def try_out(path: str, base: Model | None) -> str:
-    """Load and use a model, or an adapter of ``base``."""
+def try_out(path: str) -> str:
+    """Load and use a model."""
     try:
-        if base is not None:
-            trio.run(decode, base, path)
-        else:
-            with Model.load(path) as model:
-                trio.run(decode, model)
+        with Model.load(path) as model:
+            trio.run(decode, model)
     except (ModelLoadError, DecodeError, InvalidRequestError) as error:
         return f"{type(error).__name__}: {error}"
     return "used"
 
 
 def main() -> None:
-    base = Model.load(sys.argv[1]) if len(sys.argv) > 1 else None
     for line in sys.stdin:
         path = str(Path(line.rstrip("\n")))
         say(path=path)
-        say(path=path, outcome=try_out(path, base))
+        say(path=path, outcome=try_out(path))
 
 
 def say(**what: str) -> None:

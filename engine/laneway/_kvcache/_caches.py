@@ -149,7 +149,7 @@ class KVCaches:
         :raises CacheKeyError: the key names no file, or one that another spelling of it has named
         :raises InvalidRequestError: the model's state cannot be kept
         """
-        fingerprint = await model.state_fingerprint()
+        fingerprint = model.state_fingerprint
         if fingerprint is None:
             raise InvalidRequestError(
                 f"model {model.name!r} cannot keep a KV cache: its backend tells no fingerprint of its state",
