@@ -47,6 +47,9 @@ public:
     std::string text(const char *otherwise) const;
 };
 
+// A line of llama.cpp's log without the function that it begins with.
+std::string without_speaker(const std::string &line);
+
 // A line of ours in llama.cpp's log, for what has no caller to be told.
 void warn(const std::string &text);
 

@@ -22,6 +22,7 @@ from laneway.decoder import (
     StepResult,
     TokenLogprob,
 )
+from laneway_native._adapters import check_adapters
 from laneway_native._attention import attention_kernel_takes
 from laneway_native._errors import check, check_load, new_error
 from laneway_native._ffi import ffi, lib
@@ -115,7 +116,8 @@ class LlamaDecoder:
         self._slots = parallel
         self._window = context_size // parallel
         self._threads = threads
-        self._lora = _checked_adapters(source, lora)
+        self._lora = _checked_options(source, lora)
+        check_adapters(model.header, self._lora)
         policy = plan(
             slots=parallel,
             window=self._window,
@@ -588,20 +590,18 @@ def _check_whole(source: str, name: str, value: object, low: int, high: int) -> 
         raise ModelLoadError(source, f"{name} is an integer from {low} to {high}, not {value!r}")
 
 
-def _checked_adapters(
+def _checked_options(
     source: str, lora: Sequence[tuple[str | os.PathLike[str], float]]
 ) -> tuple[tuple[str, float], ...]:
     checked = []
     for adapter in lora:
         try:
             path, scale = adapter
-            path = os.fspath(path)
+            path = os.fsdecode(path)
         except (TypeError, ValueError):
             raise ModelLoadError(source, f"lora is a list of pairs (path, scale), and {adapter!r} is none") from None
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
             raise ModelLoadError(source, f"the scale of adapter {path!r} is a number, not {scale!r}")
-        if not os.path.isfile(path):
-            raise ModelLoadError(source, f"adapter {path!r}: there is no such file")
         checked.append((path, float(scale)))
     return tuple(checked)
 

@@ -214,6 +214,8 @@ class GgufHeader:
     """Sum over the layers of the heads that have keys and values."""
     sha256: str
     """Of every byte before the weights: metadata, names, shapes and types, the same wherever the file lies."""
+    tensors: Mapping[str, _Tensor] = attrs.field(repr=False)
+    """The table of tensors, of all parts."""
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> int:
         """Bytes of keys and values that one token takes in all layers, at most; a sliding window needs less."""
@@ -243,6 +245,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufHeader:
 def _check(first: Path) -> GgufHeader:
     with _opened(first) as data:
         main = _read(data)
+        _check_mappable(main)
         _check_layout(main)
         parts = [first, *_other_parts(first, main)]
         tensors = dict(main.tensors)
@@ -252,6 +255,7 @@ def _check(first: Path) -> GgufHeader:
             try:
                 with _opened(part) as other_data:
                     other = _read(other_data)
+                    _check_mappable(other)
                     _check_layout(other)
                     _check_part(other, number)
                     digest.update(other_data[: other.header_size])
@@ -268,9 +272,7 @@ def _check(first: Path) -> GgufHeader:
         shape = _check_model(main, tensors)
         vocabulary_size = _check_tokenizer(main)
         _check_tensors(tensors, shape, vocabulary_size)
-        return _header(
-            first, parts, main, shape, vocabulary_size, len(tensors), tensor_bytes, file_size, digest.hexdigest()
-        )
+        return _header(first, parts, main, shape, vocabulary_size, tensors, tensor_bytes, file_size, digest.hexdigest())
 
 
 def _os_reason(error: OSError) -> str:
@@ -571,14 +573,18 @@ def _alignment(entries: dict[str, tuple[_Type, Any]]) -> int:
         raise _Refused(f"metadata 'general.alignment' is stored as {kind.label}; it must be u32")
     if value <= 0 or value & (value - 1):
         raise _Refused(f"general.alignment is {value}, which is no power of two")
-    if value % _MEMORY_ALIGNMENT:
-        raise _Refused(
-            f"general.alignment is {value}; llama.cpp maps the weights and needs {_MEMORY_ALIGNMENT} or more"
-        )
     return int(value)
 
 
 # --- the layout of the weights ----------------------------------------------------------------------------------------
+
+
+def _check_mappable(file: _File) -> None:
+    """Weights that stay where the file has them lie where kernels can read them.  (Adapters are copied.)"""
+    if file.alignment % _MEMORY_ALIGNMENT:
+        raise _Refused(
+            f"general.alignment is {file.alignment}; llama.cpp maps the weights and needs {_MEMORY_ALIGNMENT} or more"
+        )
 
 
 def _check_layout(file: _File) -> None:
@@ -1114,7 +1120,7 @@ def _header(
     main: _File,
     shape: _Shape,
     vocabulary_size: int,
-    tensor_count: int,
+    tensors: Mapping[str, _Tensor],
     tensor_bytes: int,
     file_size: int,
     digest: str,
@@ -1128,7 +1134,7 @@ def _header(
         version=main.version,
         architecture=shape.architecture,
         name=name or first.stem,
-        tensor_count=tensor_count,
+        tensor_count=len(tensors),
         tensor_bytes=tensor_bytes,
         file_size=file_size,
         alignment=main.alignment,
@@ -1148,6 +1154,7 @@ def _header(
         chat_template=template if template_kind is _Type.STRING else None,
         kv_heads=sum(shape.kv_heads),
         sha256=digest,
+        tensors=types.MappingProxyType(dict(tensors)),
     )
 
 
