@@ -6,6 +6,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 
@@ -67,7 +68,7 @@ class Broken:
     match: str
 
 
-def _with(change: Callable[[Metadata, list[Tensor]], None], **options: int) -> bytes:
+def _with(change: Callable[[Metadata, list[Tensor]], None], **options: Any) -> bytes:
     metadata, tensors = adapter_parts()
     change(metadata, tensors)
     return gguf_bytes(metadata, tensors, **options)

@@ -69,12 +69,12 @@ async def test_K4_states_are_of_their_adapters(tiny: Model, tmp_path: Path) -> N
     prints, state = [], b""
     for lora in ((), ((one, 1.0),), ((one, 0.5),), ((two, 1.0),), ((one, 1.0), (two, 1.0))):
         async with decoder_of(tiny, lora=lora) as decoder:
-            prints.append(decoder.state_fingerprint)
+            prints.append(await decoder.state_fingerprint())
             await Driver(decoder).start(0, prompts(tiny)[0])
             state = await saved(decoder, 0)
     assert len(set(prints)) == len(prints)
     async with decoder_of(tiny, lora=((moved, 1.0),)) as decoder:
-        assert decoder.state_fingerprint == prints[1]
+        assert await decoder.state_fingerprint() == prints[1]
         with pytest.raises(DecodeError, match="another model, adapter"):
             await decoder.load(0, state, 1)
 
