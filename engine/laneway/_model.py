@@ -124,11 +124,18 @@ class Model:
         """Tokens that all slots hold together."""
         return self._backend.context_size or self.window * self.parallel
 
-    @property
-    def state_fingerprint(self) -> bytes | None:
-        """What a kept state must come from to be of use here; None if the backend keeps none."""
-        fingerprint = getattr(self._backend.decoder, "state_fingerprint", None)
-        return fingerprint if isinstance(fingerprint, bytes) else None
+    async def state_fingerprint(self, folder: str | None = None) -> bytes | None:
+        """What a kept state must come from to be of use here; None if the backend keeps none.
+
+        It covers the weights.  To work it out may take as long as reading them; a cancel ends the wait.
+
+        :param folder: where the backend may keep what it has worked out about its files; it need not be there
+        """
+        work_out = getattr(self._backend.decoder, "state_fingerprint", None)
+        if not callable(work_out):
+            return None
+        fingerprint: bytes = await work_out(folder)
+        return fingerprint
 
     async def tokenize(
         self, text: str, *, bos: bool = True, special: bool | Written = False, prompt: bool = False

@@ -1,8 +1,9 @@
 """What the engine asks of a decoder backend.
 
 A backend holds the token memory (KV cells) of a fixed number of *slots*.  The decode loop of a model is its only
-user: every call but :meth:`Decoder.interrupt`, :meth:`Decoder.end_round` and :meth:`Decoder.verify` comes from one Trio
-task, and none comes while a step, a save or a load is under way.
+user: every call but :meth:`Decoder.interrupt`, :meth:`Decoder.end_round`, :meth:`Decoder.verify` and
+:meth:`FingerprintedDecoder.state_fingerprint` comes from one Trio task, and none comes while a step, a save or a load
+is under way.
 ``laneway_native.LlamaDecoder`` and ``laneway.testing.ScriptedDecoder`` implement this protocol; a backend of your own
 needs nothing else from the engine.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "Chunk",
     "DecodeError",
     "Decoder",
+    "FingerprintedDecoder",
     "InvalidRequestError",
     "LongTextTokenizer",
     "ModelLoadError",
@@ -404,3 +406,17 @@ class Decoder(Protocol):
 
     async def aclose(self) -> None:
         """Free everything.  Called once, after the last step."""
+
+
+@runtime_checkable
+class FingerprintedDecoder(Decoder, Protocol):
+    """A decoder that says which states are of use to it.  Without that, states are not kept on disk (rule K4)."""
+
+    async def state_fingerprint(self, folder: str | None = None) -> bytes:
+        """What two decoders share if one can :meth:`load` what the other saved; the weights are a part of it.
+
+        It may take long, so it must not hold up the event loop; it is asked for by every request that keeps its state
+        on disk, and comes from any task, beside steps.  A cancel ends the wait.  ``folder`` is the path
+        of a folder in which the backend may keep what it has worked out about its files; it need not be there, and None
+        stands for nowhere.
+        """

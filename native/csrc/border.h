@@ -47,4 +47,7 @@ public:
     std::string text(const char *otherwise) const;
 };
 
+// A line of llama.cpp's log without the function that it begins with.
+std::string without_speaker(const std::string &line);
+
 } // namespace laneway

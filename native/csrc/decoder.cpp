@@ -19,6 +19,7 @@ using laneway::guarded;
 using laneway::FirstError;
 using laneway::Sampler;
 using laneway::Scratch;
+using laneway::without_speaker;
 
 struct laneway_sampler {
     Sampler sampler;
@@ -500,8 +501,8 @@ int32_t laneway_decoder_new(laneway_model *model, const laneway_options *options
             const FirstError reason;
             made->adapters.emplace_back(llama_adapter_lora_init(model->model, options->adapters[i].path));
             if (!made->adapters.back()) {
-                throw Failure(LANEWAY_ADAPTER_FAILED, std::string("adapter ") + options->adapters[i].path + ": " +
-                                                          reason.text("llama.cpp gives no reason"));
+                throw Failure(LANEWAY_ADAPTER_FAILED, std::string("adapter '") + options->adapters[i].path + "': " +
+                                                          without_speaker(reason.text("llama.cpp gives no reason")));
             }
             adapters.push_back(made->adapters.back().get());
             scales.push_back(options->adapters[i].scale);

@@ -2,7 +2,9 @@
 // Python takes them.
 #include "border.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -71,6 +73,17 @@ FirstError::~FirstError() {
 }
 
 std::string FirstError::text(const char *otherwise) const { return first_error->empty() ? otherwise : *first_error; }
+
+std::string without_speaker(const std::string &line) {
+    const size_t end = line.find(": ");
+    if (end == std::string::npos || line.find('_') >= end) {
+        return line;
+    }
+    const bool is_name = std::all_of(line.begin(), line.begin() + static_cast<std::ptrdiff_t>(end), [](unsigned char c) {
+        return std::isalnum(c) || c == '_';
+    });
+    return is_name ? line.substr(end + 2) : line;
+}
 
 } // namespace laneway
 

@@ -117,3 +117,19 @@ SECTIONS = _names("paddleocr qwen2vl qwen35 qwen35moe qwen3vl qwen3vlmoe qwen4ex
 
 LATENT = _names("deepseek2 deepseek32 dots3note glm-dsa hy_v4 mistral4")
 """A part of each key must be free of rotation."""
+
+BARE_OUTPUT = _names(
+    """
+    bailingmoe3 deepseek2 deepseek2-ocr deepseek32 deepseek4 dots3note glm-dsa glm5-next hy_v4 kimi-k3 kimi-linear
+    mistral4
+    """
+)
+"""Adapters leave the product that makes logits alone.  (Elsewhere they change it, if they have a pair for it.)"""
+
+FIXED_GRAPH = _names(
+    """
+    bailingmoe3 deepseek4 glm5-next hrm_text hy_v4 kimi-k3 kimi-linear minimax-01 minimax-m3 nanbeige qwen35 qwen35moe
+    qwen3next qwen4exp
+    """
+)
+"""llama.cpp sizes their graphs by the model alone, and ends the process when adapters make them larger."""

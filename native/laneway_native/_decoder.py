@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 import secrets
@@ -22,6 +21,7 @@ from laneway.decoder import (
     StepResult,
     TokenLogprob,
 )
+from laneway_native._adapters import check_adapters
 from laneway_native._attention import attention_kernel_takes
 from laneway_native._errors import check, check_load, failure_of, new_error, text_of
 from laneway_native._ffi import ffi, lib
@@ -33,6 +33,7 @@ from laneway_native._numbers import is_finite
 from laneway_native._policy import ROUNDS_TARGET, KvMode, plan
 from laneway_native._state import fingerprint, seal, unseal
 from laneway_native._threads import run_sync
+from laneway_native._weights import WeightFile
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -61,7 +62,7 @@ _GOOD_GRAMMARS = 64
 
 
 class LlamaDecoder:
-    """Implements :class:`laneway.decoder.Decoder` on llama.cpp.
+    """Implements :class:`laneway.decoder.FingerprintedDecoder` on llama.cpp.
 
     ``model`` must stay open until this is closed.  Making one allocates its memory and reads adapters, so it blocks:
     make it in a worker thread.  Afterwards its users are one Trio task (and, for :meth:`interrupt` and
@@ -117,7 +118,10 @@ class LlamaDecoder:
         self._slots = parallel
         self._window = context_size // parallel
         self._threads = threads
-        self._lora = _checked_adapters(source, lora)
+        self._lora = _checked_options(source, lora)
+        # llama.cpp copies what it reads of them.
+        self._adapter_files = tuple(WeightFile(path, mapped=False) for path, _ in self._lora)
+        check_adapters(model.header, self._lora)
         policy = plan(
             slots=parallel,
             window=self._window,
@@ -145,11 +149,15 @@ class LlamaDecoder:
         try:
             self._batch_size = self._checked_batch_size()
             self._policy = attrs.evolve(policy, chunk_max=min(policy.chunk_max, self._batch_size))
-            self._fingerprint = self._make_fingerprint(cells, rope_freq_base, rope_freq_scale)
+            self._settings = self._print_settings(cells, rope_freq_base, rope_freq_scale)
             self._step_ended = lib.laneway_decoder_step_ended(self._handle)
         except BaseException:
             self._free()
             raise
+        for file in self._adapter_files:
+            file.confirm()
+        self._fingerprint: bytes | None = None
+        self._folder: str | None = None
         # Own limiter: this decoder never waits for other people's threads, and never has two of its own.
         self._limiter = trio.CapacityLimiter(1)
         self._with_logprobs: set[int] = set()
@@ -225,21 +233,22 @@ class LlamaDecoder:
         self._handle = out[0]
         self._model.decoders += 1
 
-    def _make_fingerprint(self, cells: int, rope_base: float, rope_scale: float) -> bytes:
+    def _print_settings(self, cells: int, rope_base: float, rope_scale: float) -> dict[str, object]:
+        """What a fingerprint covers beside the weights."""
         header = self._model.header
-        return fingerprint(
-            header=header.sha256,
-            file_size=header.file_size,
-            adapters=tuple((_digest_of(path), scale) for path, scale in self._lora),
-            kv_type=self._kv.name,
-            flash_attention=self._policy.flash_attention,
+        return {
+            "header": header.sha256,
+            "file_size": header.file_size,
+            "scales": tuple(scale for _, scale in self._lora),
+            "kv_type": self._kv.name,
+            "flash_attention": self._policy.flash_attention,
             # Cells are laid out by stream, and each slot has its own in split mode.
-            streams=1 if self._policy.unified_kv else self._slots,
-            rope=(rope_base, rope_scale),
-            window=self._window,
-            cells=cells,
-            llama_commit=ffi.string(lib.laneway_llama_commit()).decode(),
-        )
+            "streams": 1 if self._policy.unified_kv else self._slots,
+            "rope": (rope_base, rope_scale),
+            "window": self._window,
+            "cells": cells,
+            "llama_commit": ffi.string(lib.laneway_llama_commit()).decode(),
+        }
 
     def __repr__(self) -> str:
         mode = "unified" if self._policy.unified_kv else "split"
@@ -271,10 +280,22 @@ class LlamaDecoder:
         """Threads of a step, the calling one included."""
         return self._threads
 
-    @property
-    def state_fingerprint(self) -> bytes:
-        """32 bytes that two decoders share if one can :meth:`load` what the other saved."""
+    async def state_fingerprint(self, folder: str | None = None) -> bytes:
+        """32 bytes that two decoders share if one can :meth:`load` what the other saved.
+
+        They cover every byte of the model's and the adapters' files.  The first call reads these in worker threads, at
+        about 1 GB/s; later ones only look whether the files have changed.  ``folder``: where digests of files are
+        remembered from one process to the next, None for nowhere.  See :mod:`laneway_native._weights`.
+        """
+        weights = [await file.digest(folder) for file in self._model.files]
+        adapters = [await file.digest(folder) for file in self._adapter_files]
+        self._folder = folder or self._folder
+        self._fingerprint = fingerprint(**self._settings, weights=weights, adapters=adapters)
         return self._fingerprint
+
+    async def _known_fingerprint(self) -> bytes:
+        """The one that was worked out last."""
+        return self._fingerprint or await self.state_fingerprint()
 
     # Between steps: quick, from the task that owns the decoder.
 
@@ -459,7 +480,17 @@ class LlamaDecoder:
         state: list[bytes] = []
         with trio.CancelScope(shield=True):
             state = await trio.to_thread.run_sync(self._copy_out, handle, slot, limiter=self._limiter)
-        return functools.partial(_seal, state, self._fingerprint)
+        return functools.partial(self._seal, state)
+
+    async def _seal(self, state: list[bytes]) -> bytes:
+        # Worked out anew: the weights may have changed since the request was planned.
+        print_ = await self.state_fingerprint(self._folder)
+
+        def work() -> bytes:
+            with _memory_for("a saved state"):
+                return seal(state, print_)
+
+        return await run_sync(work)
 
     @staticmethod
     def _copy_out(handle: DecoderHandle, slot: int) -> list[bytes]:
@@ -477,7 +508,7 @@ class LlamaDecoder:
 
     async def verify(self, state: bytes) -> None:
         """Raise :class:`DecodeError` if the bytes are not whole, or of another model or setting."""
-        await run_sync(unseal, state, self._fingerprint)
+        await run_sync(unseal, state, await self._known_fingerprint())
 
     async def load(self, slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
         """Fill a slot that holds no cells, and keep the first ``length`` of them.
@@ -485,11 +516,15 @@ class LlamaDecoder:
         Raises :class:`DecodeError` if the bytes are not whole, of another model or setting, of fewer tokens, or cannot
         be cut there; the slot then holds none.  ``verified`` leaves out the checksum.
         """
+        print_ = await self._known_fingerprint()
+        load = functools.partial(self._load, self.handle, slot, state, length, print_, checksum=not verified)
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(self._load, self.handle, slot, state, length, verified, limiter=self._limiter)
+            await trio.to_thread.run_sync(load, limiter=self._limiter)
 
-    def _load(self, handle: DecoderHandle, slot: int, sealed: bytes, length: int, verified: bool) -> None:
-        state = unseal(sealed, self._fingerprint, checksum=not verified)
+    def _load(
+        self, handle: DecoderHandle, slot: int, sealed: bytes, length: int, print_: bytes, *, checksum: bool
+    ) -> None:
+        state = unseal(sealed, print_, checksum=checksum)
         if length > self._window:
             raise DecodeError(f"{length} tokens of a saved state are more than the {self._window} of a slot")
         error = new_error()
@@ -622,14 +657,6 @@ def _check_grammar_call(status: int, error: Error) -> None:
     check(status, error)
 
 
-async def _seal(state: list[bytes], print_: bytes) -> bytes:
-    def work() -> bytes:
-        with _memory_for("a saved state"):
-            return seal(state, print_)
-
-    return await run_sync(work)
-
-
 @contextmanager
 def _memory_for(what: str) -> Iterator[None]:
     try:
@@ -666,24 +693,17 @@ def _check_whole(source: str, name: str, value: object, low: int, high: int) -> 
         raise ModelLoadError(source, f"{name} is an integer from {low} to {high}, not {value!r}")
 
 
-def _checked_adapters(
+def _checked_options(
     source: str, lora: Sequence[tuple[str | os.PathLike[str], float]]
 ) -> tuple[tuple[str, float], ...]:
     checked = []
     for adapter in lora:
         try:
             path, scale = adapter
-            path = os.fspath(path)
+            path = os.fsdecode(path)
         except (TypeError, ValueError):
             raise ModelLoadError(source, f"lora is a list of pairs (path, scale), and {adapter!r} is none") from None
         if not is_finite(scale):
             raise ModelLoadError(source, f"the scale of adapter {path!r} is a number, not {scale!r}")
-        if not os.path.isfile(path):
-            raise ModelLoadError(source, f"adapter {path!r}: there is no such file")
         checked.append((path, float(scale)))
     return tuple(checked)
-
-
-def _digest_of(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

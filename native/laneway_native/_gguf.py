@@ -49,6 +49,7 @@ from laneway_native._gguf_file import (
 __all__ = ["GgufArray", "GgufHeader", "check_gguf"]
 
 _LONGEST_LISTED = 64
+_MEMORY_ALIGNMENT = 32  # of the memory that llama.cpp hands to its kernels, mapped files included
 _MOST_LAYERS = 512
 _MOST_EXPERTS = 1024
 _LONGEST_VECTOR = 1 << 18  # values; longer ones are no norm and no bias
@@ -109,6 +110,8 @@ class GgufHeader:
     """Sum over the layers of the heads that have keys and values."""
     sha256: str
     """Of every byte before the weights: metadata, names, shapes and types, the same wherever the file lies."""
+    tensors: Mapping[str, TensorInfo] = attrs.field(repr=False)
+    """The table of tensors, of all parts."""
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> int:
         """Bytes of keys and values that one token takes in all layers, at most; a sliding window needs less."""
@@ -134,6 +137,7 @@ def check_gguf(path: str | os.PathLike[str]) -> GgufHeader:
 def _check(first: Path) -> GgufHeader:
     with opened(first) as data:
         main = read_file(data)
+        _check_mappable(main)
         check_layout(main)
         _check_vectors(main)
         parts = [first, *_other_parts(first, main)]
@@ -144,6 +148,7 @@ def _check(first: Path) -> GgufHeader:
             try:
                 with opened(part) as other_data:
                     other = read_file(other_data)
+                    _check_mappable(other)
                     check_layout(other)
                     _check_vectors(other)
                     _check_part(other, number)
@@ -161,8 +166,14 @@ def _check(first: Path) -> GgufHeader:
         shape = _check_model(main, tensors)
         vocabulary_size = _check_tokenizer(main)
         _check_tensors(tensors, shape, vocabulary_size)
-        return _header(
-            first, parts, main, shape, vocabulary_size, len(tensors), tensor_bytes, file_size, digest.hexdigest()
+        return _header(first, parts, main, shape, vocabulary_size, tensors, tensor_bytes, file_size, digest.hexdigest())
+
+
+def _check_mappable(file: File) -> None:
+    """Weights that stay where the file has them lie where kernels can read them.  (Adapters are copied.)"""
+    if file.alignment % _MEMORY_ALIGNMENT:
+        raise Refused(
+            f"general.alignment is {file.alignment}; llama.cpp maps the weights and needs {_MEMORY_ALIGNMENT} or more"
         )
 
 
@@ -652,7 +663,7 @@ def _header(
     main: File,
     shape: _Shape,
     vocabulary_size: int,
-    tensor_count: int,
+    tensors: Mapping[str, TensorInfo],
     tensor_bytes: int,
     file_size: int,
     digest: str,
@@ -666,7 +677,7 @@ def _header(
         version=main.version,
         architecture=shape.architecture,
         name=name or first.stem,
-        tensor_count=tensor_count,
+        tensor_count=len(tensors),
         tensor_bytes=tensor_bytes,
         file_size=file_size,
         alignment=main.alignment,
@@ -686,6 +697,7 @@ def _header(
         chat_template=template if template_kind is ValueType.STRING else None,
         kv_heads=sum(shape.kv_heads),
         sha256=digest,
+        tensors=types.MappingProxyType(dict(tensors)),
     )
 
 

@@ -34,7 +34,6 @@ _MOST_STRINGS = 1 << 24
 _LONGEST_TENSOR_NAME = 63
 _MOST_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
-_MEMORY_ALIGNMENT = 32  # of the memory that llama.cpp hands to its kernels, mapped files included
 
 U32 = struct.Struct("<I").unpack_from
 _U64 = struct.Struct("<Q").unpack_from
@@ -462,8 +461,6 @@ def _alignment(entries: dict[str, tuple[ValueType, Any]]) -> int:
         raise Refused(f"metadata 'general.alignment' is stored as {kind.label}; it must be u32")
     if value <= 0 or value & (value - 1):
         raise Refused(f"general.alignment is {value}, which is no power of two")
-    if value % _MEMORY_ALIGNMENT:
-        raise Refused(f"general.alignment is {value}; llama.cpp maps the weights and needs {_MEMORY_ALIGNMENT} or more")
     return int(value)
 
 

@@ -18,6 +18,7 @@ from laneway_native._log import follow_level
 from laneway_native._machine import available
 from laneway_native._memory import size_text
 from laneway_native._threads import run_sync
+from laneway_native._weights import WeightFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,9 @@ class Model:
     A context manager; nothing is freed behind its back.
     """
 
-    def __init__(self, handle: ModelHandle, path: str, header: GgufHeader, *, on_gpu: bool) -> None:
+    def __init__(
+        self, handle: ModelHandle, path: str, header: GgufHeader, *, files: tuple[WeightFile, ...], on_gpu: bool
+    ) -> None:
         self._handle = handle
         self.on_gpu = on_gpu
         """Whether layers of it run on a GPU."""
@@ -88,6 +91,8 @@ class Model:
         """The file it was loaded from."""
         self.header = header
         """What the file says of itself."""
+        self.files = files
+        """The files that the weights came from."""
         self.decoders = 0
         """How many are open on it; they keep the count."""
         self._facts: ModelFacts | None = None
@@ -144,6 +149,7 @@ class Model:
                 f"its weights take {size_text(header.tensor_bytes)}, and there are {size_text(there)} of memory in all",
             )
         loading = loading or Loading()
+        files = tuple(WeightFile(part, mapped=use_mmap is not False) for part in header.parts)
         follow_level()
         out = ffi.new("laneway_model **")
         error = new_error()
@@ -153,7 +159,9 @@ class Model:
         )
         check_load(status, error, source)
         try:
-            return cls(out[0], source, header, on_gpu=on_gpu)
+            for file in files:
+                file.confirm()
+            return cls(out[0], source, header, files=files, on_gpu=on_gpu)
         except BaseException:
             lib.laneway_model_free(out[0])
             raise

@@ -105,7 +105,7 @@ async def test_a_state_that_llama_refuses_leaves_the_slot_empty(tiny: Model, kv_
         state = await saved(decoder, 0)
         for cut in (1, 100, len(state) - OVERHEAD - 20):
             with pytest.raises(DecodeError):
-                await decoder.load(1, seal([state[OVERHEAD:-cut]], decoder.state_fingerprint), 1)
+                await decoder.load(1, seal([state[OVERHEAD:-cut]], await decoder.state_fingerprint()), 1)
             assert decoder.length(1) == 0
         for _ in range(3):
             await driver.decode()
@@ -160,7 +160,7 @@ async def test_a_cancelled_caller_waits_for_save_and_load(tiny: Model) -> None:
 async def test_K4_the_fingerprint_covers_model_and_settings(tiny: Model, tiny_path: Path, tmp_path: Path) -> None:
     async def print_of(model: Model, **options: Any) -> bytes:
         async with decoder_of(model, **{"flash_attention": True, "kv_mode": "unified", **options}) as decoder:
-            return decoder.state_fingerprint
+            return await decoder.state_fingerprint()
 
     same = await print_of(tiny)
     assert await print_of(tiny) == same
@@ -232,7 +232,7 @@ def test_more_of_a_state_than_the_window_is_refused(tiny: Model) -> None:
             await decoder.step(StepBatch((Chunk(0, 0, tokens, False),)))
             state = await saved(decoder, 0)
         async with decoder_of(tiny, context_size=200) as smaller:
-            forged = seal([state[OVERHEAD:]], smaller.state_fingerprint)
+            forged = seal([state[OVERHEAD:]], await smaller.state_fingerprint())
             with pytest.raises(DecodeError, match="are more than the 50 of a slot"):
                 await smaller.load(0, forged, 60)
             assert smaller.length(0) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from array import array
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,16 @@ def test_what_was_cut_off_while_it_was_written_is_no_checkpoint(tmp_path: Path) 
     assert read_checkpoint(str(tmp_path), numbers(0.0, 0.0)).step == 7
     remove_checkpoint(tmp_path)
     assert list(tmp_path.parent.glob(tmp_path.name + "/*")) == []
+
+
+@pytest.mark.parametrize("facts", [{"step": 1}, {"step": 1, "rank": 2}, [1, 2], 5])
+def test_a_checkpoint_that_says_other_things_of_itself_is_refused(tmp_path: Path, facts: object) -> None:
+    header = json.dumps(facts).encode()
+    head = struct.pack("<8sQ32s", b"LWTRAIN1", len(header), hashlib.sha256(header).digest())
+    (tmp_path / "state").write_bytes(head + header)
+    with pytest.raises(TrainingError, match="of another version of Laneway; remove it and start anew") as caught:
+        checkpoint_info(tmp_path)
+    assert caught.value.kind == "checkpoint"
 
 
 def test_every_damage_is_seen(tmp_path: Path) -> None:

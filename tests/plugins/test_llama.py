@@ -18,8 +18,9 @@ from laneway import InvalidRequestError, ModelLoadError, ModelSource
 from laneway.testing import ScriptedDecoder, ScriptedTokenizer
 from laneway_plugins import completion, llama
 from laneway_plugins.llama import LlamaOptions
+from tests.native import adapters
 from tests.program_threads import all_tokens_held
-from tests.tiny_model import CHATML, write_tiny_model
+from tests.tiny_model import CHATML, write_gguf, write_tiny_model
 
 # Options.
 
@@ -330,6 +331,18 @@ async def test_a_file_that_is_no_model_is_a_load_error(tiny_file: Path, spoil: S
         with pytest.raises(ModelLoadError, match=reason):
             await engine.load_model(tiny_file)
         assert not engine.models
+
+
+async def test_a_broken_adapter_is_a_load_error_and_changes_nothing(tiny_file: Path, tmp_path: Path) -> None:
+    metadata, tensors = adapters.adapter_parts()
+    good = write_gguf(tmp_path / "good.gguf", metadata, tensors)
+    bad = write_gguf(tmp_path / "bad.gguf", metadata | {adapters.ALPHA: 8}, tensors)
+    async with laneway.open_engine() as engine:
+        with pytest.raises(ModelLoadError, match=r"bad\.gguf': metadata 'adapter.lora.alpha' is stored as u32; .* f32"):
+            await engine.load_model(tiny_file, lora=[good, bad])
+        assert not engine.models
+        model = await engine.load_model(tiny_file, lora=[good])
+        assert (await completion.complete(model, "hello", max_tokens=2)).tokens
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ class KVCaches:
     ) -> None:
         self.retention = CacheRetention() if retention is None else retention
         self._directory = cache_directory(cache_dir) / "kv"
+        self._digests = cache_directory(cache_dir) / "digests"
         self._resolved: Path | None = None
 
     def __repr__(self) -> str:
@@ -142,24 +143,25 @@ class KVCaches:
     async def plan(
         self, model: Model, *, key: str | None = None, messages: Iterable[tuple[str, str]] = ()
     ) -> CachePlan:
-        """Find the file of a request, and change nothing.
+        """Find the file of a request, and change no cache.
+
+        The first call for a model waits until its weights have been read once, beside the event loop: a state is of use
+        to the weights that made it only.
 
         :param key: the conversation's name, nested ones as ``a/b``; or
         :param messages: the chat so far, as pairs of role and content, to find the file by
         :raises CacheKeyError: the key names no file, or one that another spelling of it has named
         :raises InvalidRequestError: the model's state cannot be kept
         """
-        fingerprint = model.state_fingerprint
+        if key is not None:
+            path_of(key, model.name)
+        fingerprint = await model.state_fingerprint(str(self._digests))
         if fingerprint is None:
             raise InvalidRequestError(
                 f"model {model.name!r} cannot keep a KV cache: its backend tells no fingerprint of its state",
                 "kv_cache",
             )
-        history = None
-        if key is None:
-            history = history_of(fingerprint, messages)
-        else:
-            path_of(key, model.name)
+        history = history_of(fingerprint, messages) if key is None else None
         return await threads.run_file(self._plan, model.name, fingerprint, key, history)
 
     def _plan(self, model: str, fingerprint: bytes, key: str | None, history: History | None) -> CachePlan:

@@ -100,7 +100,7 @@ class _UnderWay:
 
 
 class ScriptedDecoder:
-    """Implements :class:`laneway.decoder.Decoder` in virtual time, without threads and without a model.
+    """Implements :class:`laneway.decoder.FingerprintedDecoder` in virtual time, without threads and without a model.
 
     A step costs ``seconds_per_step + seconds_per_token * tokens`` of the run's clock (put a
     :class:`trio.testing.MockClock` under it); at no cost it is one checkpoint.  Like a native call it cannot be cut
@@ -225,9 +225,9 @@ class ScriptedDecoder:
         """Whether cells can be cut and are shared: unified KV, and slots in any order, by the policy."""
         return self._cuttable and self._policy.unified_kv and not self._policy.contiguous
 
-    @property
-    def state_fingerprint(self) -> bytes:
+    async def state_fingerprint(self, folder: str | None = None) -> bytes:
         """What two decoders share if one can :meth:`load` what the other saved."""
+        await trio.lowlevel.checkpoint()
         return hashlib.blake2b(_STATE_MAGIC + _STATE_HEAD.pack(self.vocabulary.size, 0)).digest()[:32]
 
     def check(self, sampling: Sampling) -> None:

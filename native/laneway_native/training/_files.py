@@ -243,7 +243,12 @@ def _read_info(file: BinaryIO, folder: str | os.PathLike[str]) -> CheckpointInfo
     header = file.read(length)
     if hashlib.sha256(header).digest() != digest:
         raise _damaged(folder)
-    return CheckpointInfo(**json.loads(header))
+    try:
+        return CheckpointInfo(**json.loads(header))
+    except (TypeError, ValueError):
+        raise TrainingError(
+            "checkpoint", f"the checkpoint in {folder} is of another version of Laneway; remove it and start anew"
+        ) from None
 
 
 # --- adapters ---
