@@ -32,6 +32,7 @@ PURE = {
     "laneway._lifecycle",
     "laneway._scheduler",
     "laneway._text",
+    "laneway._wait_graph",
     "laneway.decoder",
     "laneway.validators",
 }

@@ -106,6 +106,10 @@ class Lanes:
         """Whether an exclusive ticket waits, in whatever lane: until it has run, no newcomer starts."""
         return self._admission.writer_waits
 
+    def cap(self, lane: str = "") -> float:
+        """How many may run at a time in a lane; in an idle one, if the request brings no cap of its own."""
+        return self._admission.cap(lane)
+
     def waiting(self, lane: str = "") -> int:
         """How many wait in a lane."""
         return len(self._admission.waiting(lane))

@@ -29,6 +29,7 @@ from laneway._errors import (
     holds,
 )
 from laneway._lifecycle import TERMINAL, Happening, State, advance
+from laneway._nesting import check_circle
 from laneway._outbox import Outbox
 from laneway._records import RequestRecord
 from laneway._request import Request
@@ -111,6 +112,9 @@ class Registry:
         model.check_open()
         parent = self._handler_around()
         self._check_not_waiting_for_itself(operation, model, prepared, parent)
+        waits = operation.use is not Use.NONE and (overflow or operation.overflow) is not Overflow.REJECT
+        if parent is not None and waits:
+            check_circle(self._live.values(), operation, model, prepared, parent)
         now = trio.current_time()
         request = Request(
             id=self._mint(operation.kind) if request_id is None else request_id,

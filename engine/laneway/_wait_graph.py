@@ -1,0 +1,135 @@
+"""Which requests can never end, because they wait for each other across the lanes of several models: rule R6.
+
+A request whose handler has opened a nested run waits for that run.  A request in line waits for those that hold what it
+lacks.  Where the two close a circle, nothing in it can ever end.
+
+This module is told what lives (:class:`Node`) and answers with those that can never end.  It works as deadlock
+detection by graph reduction does (Holt, "Some Deadlock Properties of Computer Systems", 1972): whatever can end is
+taken away, until nothing more can.  A request that runs can end if all its nested runs can; then it gives its permit
+and keys back.  A request in line can end if it can start once those that can end are gone, for it has no nested runs
+yet.  The order of taking away does not matter: to start somebody takes nothing away for good.
+
+What waits outside of this process, such as the gate of a cache file, is taken to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import final
+
+import attrs
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Place:
+    """The ticket of a request, as :mod:`laneway._admission` has it."""
+
+    model: Hashable
+    lane: str
+    cap: float
+    """Of its lane."""
+    number: float
+    """Its place in the order of arrival on the model; ``math.inf`` for one that is about to arrive."""
+    running: bool
+    exclusive: bool = False
+    weight: int = 1
+    keys: tuple[Hashable, ...] = ()
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Node:
+    """A live request.  ``place`` is None for one that uses no lane; ``nested`` are the runs that its handler awaits."""
+
+    name: str
+    place: Place | None = None
+    nested: tuple[str, ...] = ()
+
+
+def blocked(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
+    """Those that can never end, and for whom each of them waits.
+
+    Nested runs that are not among ``nodes`` have ended.  Takes O(n^2 log n) time for n nodes at worst.
+    """
+    left = {node.name: node for node in nodes}
+    while True:
+        waits = _waits(left)
+        free = [name for name in left if not waits.get(name)]
+        if not free:
+            return waits
+        for name in free:
+            del left[name]
+
+
+def circle(waits: Mapping[str, Sequence[str]], start: str) -> list[str]:
+    """The shortest way from ``start`` back to it along what :func:`blocked` has found; empty if there is none."""
+    paths = [[start]]
+    seen = {start}
+    for path in paths:
+        for name in waits.get(path[-1], ()):
+            if name == start:
+                return path
+            if name not in seen:
+                seen.add(name)
+                paths.append([*path, name])
+    return []
+
+
+def _waits(left: Mapping[str, Node]) -> dict[str, tuple[str, ...]]:
+    """For whom of those that are left each of them waits, if those that are gone hold nothing any more."""
+    waits: dict[str, tuple[str, ...]] = {}
+    models: dict[Hashable, list[tuple[Place, str]]] = {}
+    for node in left.values():
+        if node.place is not None:
+            models.setdefault(node.place.model, []).append((node.place, node.name))
+        if node.place is None or node.place.running:
+            waits[node.name] = tuple(name for name in node.nested if name in left)
+    for places in models.values():
+        waits.update(_waits_in_line(sorted(places, key=_by_number)))
+    return waits
+
+
+def _waits_in_line(places: Sequence[tuple[Place, str]]) -> dict[str, tuple[str, ...]]:
+    """The same for those in the lines of one model, in the order of arrival.
+
+    The rule of the contract, for a moment at which everything that runs stays and everything that can start is gone.
+    """
+    running = [(place, name) for place, name in places if place.running]
+    writer = next((name for place, name in running if place.exclusive), None)
+    first = {key: name for place, name in running for key in place.keys}  # {key: who holds it, or claims it first}
+    used: dict[str, int] = {}
+    for place, _ in running:
+        used[place.lane] = used.get(place.lane, 0) + place.weight
+    barrier: str | None = None  # the oldest exclusive request that waits
+    heads: dict[str, str] = {}  # {lane: the ready request that does not fit}
+    waits: dict[str, tuple[str, ...]] = {}
+    for place, name in places:
+        if place.running:
+            continue
+        held = used.get(place.lane, 0)
+        if place.exclusive:
+            reasons = [other for _, other in running]
+            barrier = barrier or (name if reasons else None)
+        elif writer is not None:
+            reasons = [writer]
+        elif barrier is not None:
+            reasons = [barrier]
+        elif any(key in first for key in place.keys):
+            reasons = list(dict.fromkeys(first[key] for key in place.keys if key in first))
+        elif place.lane in heads:
+            reasons = [heads[place.lane]]
+        elif held and held + place.weight > place.cap:
+            reasons = [other for each, other in running if each.lane == place.lane]
+            heads[place.lane] = name
+        else:
+            continue
+        if reasons:
+            waits[name] = tuple(reasons)
+            for key in place.keys:
+                first.setdefault(key, name)
+    return waits
+
+
+def _by_number(entry: tuple[Place, str]) -> float:
+    return entry[0].number
