@@ -115,6 +115,7 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     Raises :class:`InvalidRequestError` for what can be no directory, or is something else.
     """
     given = "LANEWAY_CACHE_DIR" if cache_dir is None else "cache_dir"
+    named: str | bytes | None
     try:
         named = os.environ.get(given) if cache_dir is None else os.fspath(cache_dir)
     except TypeError:

@@ -87,7 +87,7 @@ async def open_process(
 
     :raises OSError: it cannot be started
     """
-    start = partial(
+    start: partial[subprocess.Popen[bytes]] = partial(
         subprocess.Popen,
         list(command),
         bufsize=0,
