@@ -115,11 +115,12 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     Raises :class:`InvalidRequestError` for what can be no directory, or is something else.
     """
     given = "LANEWAY_CACHE_DIR" if cache_dir is None else "cache_dir"
+    named: str | bytes | None
     try:
         named = os.environ.get(given) if cache_dir is None else os.fspath(cache_dir)
     except TypeError:
         named = b""
-    if isinstance(named, bytes) or (named and "\0" in named):
+    if isinstance(named, bytes) or "\0" in (named or ""):
         raise InvalidRequestError(f"must be a path as a str or a path object, not {shown(cache_dir)}", given)
     if not named:
         return platformdirs.user_cache_path("laneway", appauthor=False)

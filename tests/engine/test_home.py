@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -174,7 +174,7 @@ async def test_a_handlers_context_is_of_no_use_elsewhere(method: str) -> None:
             "emit": partial(without_trio, ctx.emit, "event"),
             "generate": partial(ctx.generate, list(PROMPT), laneway.Sampling()),
             "claim": partial(ctx.claim, "key"),
-            "cache_turn": partial(ctx.cache_turn, None, list(PROMPT)),
+            "cache_turn": partial(ctx.cache_turn, cast("laneway.CachePlan", None), list(PROMPT)),
         }
         await refused(calls[method], OUTSIDE)
 
