@@ -87,6 +87,9 @@ MAX_PARALLEL: Final = 256
 QUEUE_LIMIT: Final = 64
 """How many may wait in a lane unless the model says otherwise: rule A4."""
 
+SPARE_VOID: Final = 16
+"""Void numbers that a heap of ready waiters may hold beyond twice the line's length before it is gone through."""
+
 LARGEST_QUEUE_LIMIT: Final = 2**63 - 1
 """Which is as good as none."""
 
@@ -352,9 +355,8 @@ class Admission:
             review = (place, *self._forget(ticket))
             # A lane that fills and empties while its head stays put would otherwise pile up void numbers for ever.  At
             # least half of what is gone through here was withdrawn since the last time, so it costs each of them O(1).
-            if len(place.ready) > 2 * len(place.line) + 16:
-                place.ready = [number for number in place.ready if number in place.line]
-                heapify(place.ready)
+            if len(place.ready) > 2 * len(place.line) + SPARE_VOID:
+                self._compact(place)
         started = self._admit(review)
         self._close_if_idle(ticket.lane, place)
         return started
@@ -510,6 +512,11 @@ class Admission:
                 return ticket
             heappop(ready)
         return None
+
+    def _compact(self, place: _Lane) -> None:
+        """Rid the heap of a lane of the numbers that are void; those that wait stay, whatever their order."""
+        place.ready = [number for number in place.ready if number in place.line]
+        heapify(place.ready)
 
     def _admit(self, review: Iterable[_Lane]) -> list[Ticket]:
         """Start all that can start.  ``review`` holds at least each lane where something has changed.

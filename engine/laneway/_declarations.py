@@ -205,7 +205,8 @@ def _each_once(instance: PluginSpec, attribute: attrs.Attribute[Any], value: tup
 class Gate(Protocol):
     """Something outside this process that a request must hold while it runs, such as the lock of a file (rule K2).
 
-    Both methods are called from the engine's own transitions: they must be quick, and must not raise.
+    The engine calls both from its own transitions: they must be quick, and must not raise.  While somebody else is
+    inside, ``enter`` is tried again in worker threads, never twice at a time for one gate.
     """
 
     def enter(self) -> bool:

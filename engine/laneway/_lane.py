@@ -82,6 +82,7 @@ class Lanes:
         self._on_start = on_start
         self._parked: dict[Ticket, trio.lowlevel.Task] = {}  # {waiting ticket: the task in its wait_turn}
         self._gates: dict[Ticket, Gate] = {}  # {live ticket: what it needs, or holds, from outside}
+        self._knocking: set[Ticket] = set()  # those whose gate a worker thread is trying
 
     def __repr__(self) -> str:
         core = self._admission
@@ -94,7 +95,7 @@ class Lanes:
     @property
     def idle(self) -> bool:
         """Whether nothing is live and nothing is left of what was (rule A11)."""
-        return self._admission.idle and not self._parked and not self._gates
+        return self._admission.idle and not (self._parked or self._gates or self._knocking)
 
     @property
     def queue_limit(self) -> int:
@@ -131,7 +132,7 @@ class Lanes:
         """Take a ticket now; see :meth:`laneway._admission.Admission.arrive` for what the parameters mean.
 
         :param gate: what it needs from outside as well; entered when it is first for its keys, left with the ticket.
-            Where that fails, because somebody outside is in there, :meth:`knock` tries again
+            Where that fails, because somebody outside is in there, :meth:`begin_knock` tries again
         :returns: the ticket, which may be running already; the caller owes it a :meth:`leave`
         :raises laneway._admission.Refused: it may neither start nor wait; nothing has changed and nothing is owed
         """
@@ -158,17 +159,28 @@ class Lanes:
             self._gates[ticket] = gate
         return ticket
 
-    @enable_ki_protection
-    def knock(self, ticket: Ticket) -> bool:
-        """Try the gate of a ticket again if it is its turn; whether it still has to be opened.
+    def begin_knock(self, ticket: Ticket) -> Gate | None:
+        """The gate of a waiting ticket if it is its turn at it, for the caller to enter; None if it is not.
 
-        Nobody tells when a process outside lets go of something, so somebody has to come and look.
+        Nobody tells when a process outside lets go of something, so somebody has to come and look.  That may take long
+        where a disk hangs, so the caller does it in a worker thread, and owes an :meth:`end_knock`.
         """
-        if ticket.state is not TicketState.WAITING or not ticket.gated:
-            return False
-        if not self._admission.at_gate(ticket) or not self._gates[ticket].enter():
-            return True
-        self._begin(self._admission.open_gate(ticket))
+        if not self._admission.at_gate(ticket):
+            return None
+        self._knocking.add(ticket)
+        return self._gates[ticket]
+
+    @enable_ki_protection
+    def end_knock(self, ticket: Ticket, inside: bool) -> bool:
+        """Go on with a ticket whose gate has been entered or not; whether the caller has to leave the gate again.
+
+        That is so if the ticket has left the line meanwhile.
+        """
+        self._knocking.discard(ticket)
+        if ticket.state is TicketState.GONE:
+            return inside
+        if inside:
+            self._begin(self._admission.open_gate(ticket))
         return False
 
     @enable_ki_protection
@@ -250,7 +262,7 @@ class Lanes:
     def _end(self, ticket: Ticket) -> list[Ticket]:
         """Take a ticket out of the core, and return what has started on account of it."""
         gate = self._gates.pop(ticket, None)
-        if gate is not None:
+        if gate is not None and ticket not in self._knocking:
             gate.leave()
         if self._gates:
             # Before the keys change hands, or somebody younger would start who needs no gate.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import trio
 
+from laneway import threads
 from laneway._admission import Refused, TicketState
 from laneway._context import Context
 from laneway._declarations import Overflow, Scope, Use
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from laneway._admission import Ticket
-    from laneway._declarations import Operation, Prepared
+    from laneway._declarations import Gate, Operation, Prepared
+    from laneway._lane import Lanes
     from laneway._model import Model
     from laneway._plugins import PluginHost
 
@@ -282,11 +284,14 @@ class Registry:
                 raise self._rejection(request, "queue_timeout", waiting, lanes.queue_limit)
 
     async def _knock(self, request: Request) -> None:
-        """Try the gate of a waiting request now and then: nobody tells when whoever is in there leaves."""
-        assert request.ticket is not None
-        pause = KNOCK_SECONDS
+        """Try the gate of a waiting request now and then, in a thread: nobody tells when it is free."""
+        ticket, lanes, pause = request.ticket, request.model.lanes, KNOCK_SECONDS
+        assert ticket is not None
         with request.knocking:
-            while request.model.lanes.knock(request.ticket):
+            while ticket.gated:
+                gate = lanes.begin_knock(ticket)
+                if gate is not None:
+                    await _try_gate(lanes, ticket, gate)
                 await trio.sleep(pause)
                 pause = min(2 * pause, KNOCK_SECONDS_AT_MOST)
 
@@ -584,6 +589,17 @@ def _live(request: Request | None) -> Request | None:
     while request is not None and request.state in TERMINAL:
         request = request.parent
     return request
+
+
+async def _try_gate(lanes: Lanes, ticket: Ticket, gate: Gate) -> None:
+    inside = False
+    try:
+        inside = await threads.run_file(gate.enter)
+    finally:
+        must_leave = lanes.end_knock(ticket, inside)
+    if must_leave:
+        with trio.CancelScope(shield=True):
+            await threads.run_file(gate.leave)
 
 
 @trio.lowlevel.disable_ki_protection

@@ -120,14 +120,14 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
         named = os.environ.get(given) if cache_dir is None else os.fspath(cache_dir)
     except TypeError:
         named = b""
-    if isinstance(named, bytes) or (named and "\0" in named):
+    if isinstance(named, bytes) or "\0" in (named or ""):
         raise InvalidRequestError(f"must be a path as a str or a path object, not {shown(cache_dir)}", given)
     if not named:
         return platformdirs.user_cache_path("laneway", appauthor=False)
     try:
         path = Path(named).expanduser()
-    except RuntimeError as error:  # ~name of a user that there is not
-        raise InvalidRequestError(f"{named!r} names no directory: {error}", given) from None
+    except RuntimeError:
+        raise InvalidRequestError(f"{named!r} names the home directory of a user that there is not", given) from None
     check_directory(path, given)
     return path
 

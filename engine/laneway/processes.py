@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import IO, final
 
 import trio
@@ -87,16 +86,18 @@ async def open_process(
 
     :raises OSError: it cannot be started
     """
-    start: partial[subprocess.Popen[bytes]] = partial(
-        subprocess.Popen,
-        list(command),
-        bufsize=0,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        env=env,
-        start_new_session=start_new_session,
-    )
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(command),
+            bufsize=0,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            start_new_session=start_new_session,
+        )
+
     return Process(await threads.run_long(start))
 
 

@@ -310,7 +310,7 @@ async def test_full_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_cache_that_is_a_file(place: Place) -> None:
     place.cache.write_text("in the way")
-    assert "Not a directory" in await refused()
+    assert "is no directory; name a directory" in await refused()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

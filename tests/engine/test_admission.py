@@ -15,6 +15,7 @@ import pytest
 
 from laneway import _admission
 from laneway._admission import (
+    SPARE_VOID,
     Admission,
     Refused,
     Ticket,
@@ -367,6 +368,27 @@ def test_A11_a_ticket_that_is_gone_is_not_held() -> None:
     core.withdraw(core.waiting()[0])
     gc.collect()
     assert (gone(), exclusive()) == (None, None)
+
+
+def test_A3_what_is_forgotten_of_those_who_left_is_nothing_of_those_who_wait() -> None:
+    """Those that have left are cleared out of the heap of ready tickets when they are the greater part of it."""
+    core = Admission(1)
+    running = arrive(core)
+    staying = []
+    for _ in range(5):
+        staying.append(arrive(core))
+        gone = [arrive(core) for _ in range(3 * SPARE_VOID)]
+        staying.append(arrive(core))
+        gone += [arrive(core, exclusive=True) for _ in range(2)]
+        for ticket in gone[1::2] + gone[::2]:
+            assert core.withdraw(ticket) == []
+    assert len(core._lanes[""].ready) <= 2 * len(staying) + SPARE_VOID  # it was cleared, that is
+    assert core.waiting() == tuple(staying)
+    for ticket in staying:
+        assert core.finish(running) == [ticket]
+        running = ticket
+    assert core.finish(running) == []
+    assert core.idle
 
 
 @pytest.mark.parametrize("keys", [[], ["a"]], ids=["no keys", "one key"])

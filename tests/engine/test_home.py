@@ -174,7 +174,7 @@ async def test_a_handlers_context_is_of_no_use_elsewhere(method: str) -> None:
             "emit": partial(without_trio, ctx.emit, "event"),
             "generate": partial(ctx.generate, list(PROMPT), laneway.Sampling()),
             "claim": partial(ctx.claim, "key"),
-            "cache_turn": partial(ctx.cache_turn, cast("Any", None), list(PROMPT)),
+            "cache_turn": partial(ctx.cache_turn, cast("laneway.CachePlan", None), list(PROMPT)),
         }
         await refused(calls[method], OUTSIDE)
 

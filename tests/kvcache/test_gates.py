@@ -16,7 +16,9 @@ import laneway
 from laneway import InferenceCancelledError, Prepared, RequestRejectedByPolicyError
 from laneway._admission import Admission, Refused, Ticket, TicketState, TicketStateError
 from laneway._lane import Lanes
-from tests.engine.kit import Bench, Body, bench
+from tests.engine.kit import Bench, Body, Generate, bench
+from tests.kvcache.kit import threads_at_once
+from tests.program_threads import HANG_SECONDS, Held
 
 
 @attrs.define(eq=False)
@@ -47,6 +49,14 @@ def arrive(lanes: Lanes, world: dict[str, object], **how: Any) -> Ticket:
     return lanes.arrive("turn", keys=["file"], gate=Door(world), **how)
 
 
+def knock(lanes: Lanes, ticket: Ticket) -> bool:
+    """Try the gate of a ticket once more; whether it still has to be opened."""
+    gate = lanes.begin_knock(ticket)
+    if gate is not None:
+        assert not lanes.end_knock(ticket, gate.enter())
+    return ticket.gated
+
+
 # On the lanes.
 
 
@@ -65,10 +75,10 @@ def test_K2_A13_who_waits_at_a_gate_holds_no_permit_and_is_passed() -> None:
     waiter = arrive(lanes, world)
     plain = lanes.arrive("completion")
     assert (waiter.state, plain.state) == (TicketState.WAITING, TicketState.RUNNING)
-    assert lanes.knock(waiter)
+    assert knock(lanes, waiter)
     second = lanes.arrive("completion")
     del world["file"]
-    assert not lanes.knock(waiter)
+    assert not knock(lanes, waiter)
     assert waiter.state is TicketState.WAITING  # it has the lock now, and waits for the permit like all others
     lanes.leave(plain)
     assert (waiter.state, second.state) == (TicketState.RUNNING, TicketState.WAITING)  # it kept its place
@@ -96,9 +106,9 @@ def test_K2_nobody_tries_a_gate_before_it_is_first_for_its_key() -> None:
     lanes, world = make(parallel=2), {"file": OUTSIDE}
     first, second = arrive(lanes, world), arrive(lanes, world)
     del world["file"]
-    assert lanes.knock(second)
+    assert knock(lanes, second)
     assert world == {}
-    assert not lanes.knock(first)
+    assert not knock(lanes, first)
     assert (first.state, second.state) == (TicketState.RUNNING, TicketState.WAITING)
     lanes.leave(first)
     assert second.state is TicketState.RUNNING
@@ -117,7 +127,7 @@ def test_K2_a_waiter_that_leaves_leaves_nothing_behind(held: bool) -> None:
     if not held:
         assert world == {"file": OUTSIDE}
         del world["file"]
-        assert not lanes.knock(heir)
+        assert not knock(lanes, heir)
     assert isinstance(world["file"], Door)
     lanes.leave(plain)
     assert heir.state is TicketState.RUNNING
@@ -159,7 +169,7 @@ def test_A6_a_writer_passes_those_who_wait_at_gates_and_nobody_passes_the_writer
     waiter = arrive(lanes, world)
     writer = lanes.arrive("finetune", exclusive=True)
     del world["file"]
-    assert not lanes.knock(waiter)
+    assert not knock(lanes, waiter)
     assert (waiter.state, writer.state) == (TicketState.WAITING, TicketState.RUNNING)
     lanes.leave(writer)
     assert waiter.state is TicketState.RUNNING
@@ -236,7 +246,7 @@ def test_A13_gates_are_keys_that_somebody_outside_may_hold(parallel: int, script
         elif what in ("close", "open"):
             shut = what == "close"
             for ticket in live:
-                lanes.knock(ticket)
+                knock(lanes, ticket)
         # Whoever was let in stays in.
         if not shut:
             entered |= {number for number, keys, gated in rules.line if gated and rules.first(number, keys)}
@@ -282,8 +292,9 @@ def waiting(b: Bench) -> list[str]:
 
 
 async def test_K2_a_request_waits_for_a_process_outside_and_lets_others_pass(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    threads_at_once(monkeypatch)
     async with bench(1, plugins=[BEHIND]) as b:
         world: dict[str, object] = {"file": OUTSIDE}
         door = Door(world)
@@ -301,8 +312,9 @@ async def test_K2_a_request_waits_for_a_process_outside_and_lets_others_pass(
 
 
 async def test_K2_the_callers_scope_rules_the_wait_and_a_cancelled_waiter_leaves_nothing(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    threads_at_once(monkeypatch)
     async with bench(1, plugins=[BEHIND]) as b:
         world: dict[str, object] = {"file": OUTSIDE}
         before = trio.lowlevel.current_statistics().tasks_living
@@ -325,6 +337,55 @@ async def test_K2_the_callers_scope_rules_the_wait_and_a_cancelled_waiter_leaves
         assert trio.lowlevel.current_statistics().tasks_living == before
         assert trio.lowlevel.current_statistics().seconds_to_next_deadline == math.inf
         b.nothing_left()
+
+
+class SlowDoor(Door):
+    """A gate that somebody outside holds at first, and whose disk then hangs until it is let go."""
+
+    def __init__(self, world: dict[str, object], disk: Held) -> None:
+        super().__init__(world)
+        self.disk = disk
+
+    def enter(self) -> bool:
+        if self.calls:
+            self.disk()
+        return super().enter()
+
+
+async def test_K2_a_gate_that_hangs_keeps_nobody_from_running() -> None:
+    with Held() as disk, trio.fail_after(HANG_SECONDS):
+        async with bench(1, plugins=[BEHIND], seconds_per_step=0.0) as b:
+            world: dict[str, object] = {"file": OUTSIDE}
+            async with b.run("behind", Behind(SlowDoor(world, disk)), request_id="turn") as turn:
+                await disk.begun.wait()
+                for _ in range(3):
+                    async with b.run("generate", Generate((1, 2), 4)) as plain:
+                        assert len((await plain.result()).tokens) == 4
+                assert waiting(b) == ["turn"]
+                del world["file"]
+                disk.release()
+                assert await turn.result() == "turn"
+            assert world == {}
+            b.nothing_left()
+
+
+@pytest.mark.parametrize("free", [True, False])
+async def test_K2_C3_a_waiter_that_is_cancelled_while_its_gate_is_tried_keeps_nothing(free: bool) -> None:
+    with Held() as disk, trio.fail_after(HANG_SECONDS):
+        async with bench(1, plugins=[BEHIND], seconds_per_step=0.0) as b:
+            world: dict[str, object] = {"file": OUTSIDE}
+            async with b.run("behind", Behind(SlowDoor(world, disk)), request_id="turn") as turn:
+                await disk.begun.wait()
+                assert b.engine.cancel("turn") == 1
+                assert waiting(b) == []
+                if free:
+                    del world["file"]
+                with pytest.raises(InferenceCancelledError):
+                    await turn.result()
+            await b.engine.wait_ended("turn")  # which a disk that hangs does not hold up
+            disk.release()
+        assert world == ({} if free else {"file": OUTSIDE})
+        assert b.model.lanes.idle
 
 
 async def test_a_gate_is_something_to_enter_and_leave() -> None:

@@ -285,6 +285,27 @@ class LeavesTheCapOfARefusedTicket(Admission):
             raise
 
 
+class DropsAWaiterWithTheVoid(Admission):
+    """A3: when the numbers of those who have left are cleared away, that of somebody who waits goes with them."""
+
+    __slots__ = ()
+
+    def _compact(self, place: _Lane) -> None:
+        super()._compact(place)
+        if place.ready:
+            place.ready.pop()
+
+
+class ForgetsTheOrderOfTheHeap(Admission):
+    """A3: when the numbers of those who have left are cleared away, the oldest does not come first any more."""
+
+    __slots__ = ()
+
+    def _compact(self, place: _Lane) -> None:
+        super()._compact(place)
+        place.ready.sort(reverse=True)
+
+
 FAULTS = [
     GrantsTheNewest,
     LetsNewcomersBarge,
@@ -306,6 +327,8 @@ FAULTS = [
     KeepsACap,
     LiftsTheModelsOwnCap,
     LeavesTheCapOfARefusedTicket,
+    DropsAWaiterWithTheVoid,
+    ForgetsTheOrderOfTheHeap,
 ]
 
 

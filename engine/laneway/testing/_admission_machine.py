@@ -305,6 +305,9 @@ WRITERS = st.builds(
 )
 
 
+PLAIN = Arrival(kind="completion", exclusive=False, unique=False, weight=1, keys=(), nowait=False, cap=None, lane="")
+
+
 def _waiting() -> st.SearchStrategy[ModelTicket]:
     return st.runner().flatmap(lambda machine: st.sampled_from(machine.model.waiting))
 
@@ -371,6 +374,19 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(ticket=st.runner().flatmap(lambda machine: st.sampled_from(machine.model.blockers)))
     def withdraw_a_blocker(self, ticket: ModelTicket) -> None:
         self._withdraw(ticket)
+
+    @precondition(lambda self: self.model.waiting)
+    @rule(ticket=_waiting(), count=st.sampled_from([20, 50]))
+    def come_and_go(self, ticket: ModelTicket, count: int) -> None:
+        """Many come and leave again behind somebody who waits: what is forgotten of them is nothing of others."""
+        for _ in range(count):
+            if len(self.model.line(ticket.lane)) >= self.model.queue_limit:
+                break
+            self._arrive(attrs.evolve(PLAIN, lane=ticket.lane))
+            newcomer = self.model.live[-1]
+            if newcomer.state != "waiting":
+                break  # who waits here lacks a key, and there are permits
+            self._withdraw(newcomer)
 
     @precondition(lambda self: self.model.running)
     @rule(ticket=_running())
