@@ -134,6 +134,7 @@ class Tokens:
     # KeyboardInterrupt is held off: a sequence that has joined must be known to its request.
     @trio.lowlevel.enable_ki_protection
     async def __aenter__(self) -> Self:
+        self._owner.model.engine._home.check()
         if self._entered:
             raise RuntimeError("a sequence can be entered once: call ctx.generate() again for another")
         self._check_owner()
