@@ -178,7 +178,12 @@ async def test_a_handlers_context_is_of_no_use_elsewhere(method: str) -> None:
         }
         await refused(calls[method], OUTSIDE)
         tokens = ctx.generate(list(PROMPT), laneway.Sampling())
-        await refused(partial(trio.run, tokens.__aenter__), ELSEWHERE)
+
+        async def enter() -> None:
+            async with tokens:
+                pytest.fail("it was entered")
+
+        await refused(partial(trio.run, enter), ELSEWHERE)
 
     with trio.fail_after(HANG_SECONDS):
         async with bench() as b, b.run("body", Body(handler)) as run:
