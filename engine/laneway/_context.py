@@ -55,12 +55,12 @@ class Context:
 
     def put(self, event: object) -> None:
         """Hand an event to the reader without ever waiting: what a ``deliver`` callback wants."""
-        self._request.model.engine._home.check()
+        self._request.check_home()
         self._request.put(event)
 
     async def emit(self, event: object) -> None:
         """Hand an event to the reader; with ``backpressure='pause'``, wait until there is room for more."""
-        self._request.model.engine._home.check()
+        self._request.check_home()
         # A whole checkpoint, so that a handler which does nothing but emit leaves others their turns.
         await trio.lowlevel.checkpoint()
         self._request.put(event)
@@ -92,7 +92,7 @@ class Context:
         """
         request = self._request
         model = request.model
-        model.engine._home.check()
+        request.check_home()
         loop = model.decode_loop
         if request.closing:
             raise trio.ClosedResourceError(f"the handler of request {request.id!r} has ended, and its permit with it")
@@ -126,7 +126,7 @@ class Context:
     def claim(self, key: Hashable) -> bool:
         """Try to hold one more key until the request ends; False if somebody else does (rule A13)."""
         request = self._request
-        request.model.engine._home.check()
+        request.check_home()
         if request.ticket is None:
             return False
         return request.model.lanes.try_claim(request.ticket, key)
@@ -136,7 +136,7 @@ class Context:
 
         ``prepare`` made the plan, and its :class:`Prepared` named the plan's keys and gate.
         """
-        self._request.model.engine._home.check()
+        self._request.check_home()
         loop = self._request.model.decode_loop
         kept = () if loop is None else tuple(loop.scheduler.kept.values())
         in_memory = max((common_prefix(tokens, tuple(prompt)) for tokens in kept), default=0)

@@ -76,6 +76,10 @@ class Request:
         """The operation's kind."""
         return self.operation.kind
 
+    def check_home(self) -> None:
+        """Raise :class:`RuntimeError` outside of the engine's own ``trio.run``."""
+        self.model.engine._home.check()
+
     def put(self, event: object) -> None:
         """Hand an event to the reader; at a full outbox (opt-in), pause what feeds it.
 

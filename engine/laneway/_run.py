@@ -65,7 +65,7 @@ class Run:
 
     async def admitted(self) -> None:
         """Wait until the request has its permit.  Raises its error if it ended before that."""
-        self._request.model.engine._home.check()
+        self._request.check_home()
         await self._request.turned.wait()
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._request.started_at is None:
@@ -109,7 +109,7 @@ class Run:
 
     def _begin_reading(self) -> None:
         """Rule R5: a second task in the iteration or in ``result()`` is a mistake, and told so."""
-        self._request.model.engine._home.check()
+        self._request.check_home()
         if self._busy:
             raise trio.BusyResourceError("another task is reading this run: one task iterates or awaits result()")
         self._busy = True

@@ -79,6 +79,9 @@ class Owner(Protocol):
     streams: list[Tokens]
     closing: bool
 
+    def check_home(self) -> None:
+        """Raise :class:`RuntimeError` outside of the engine's own ``trio.run``."""
+
 
 class Tokens:
     """One sequence's output, for one reader.
@@ -135,6 +138,7 @@ class Tokens:
     # KeyboardInterrupt is held off: a sequence that has joined must be known to its request.
     @trio.lowlevel.enable_ki_protection
     async def __aenter__(self) -> Self:
+        self._owner.check_home()
         if self._entered:
             raise RuntimeError("a sequence can be entered once: call ctx.generate() again for another")
         self._check_owner()

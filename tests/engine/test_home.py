@@ -177,6 +177,13 @@ async def test_a_handlers_context_is_of_no_use_elsewhere(method: str) -> None:
             "cache_turn": partial(ctx.cache_turn, cast("laneway.CachePlan", None), list(PROMPT)),
         }
         await refused(calls[method], OUTSIDE)
+        tokens = ctx.generate(list(PROMPT), laneway.Sampling())
+
+        async def enter() -> None:
+            async with tokens:
+                pytest.fail("it was entered")
+
+        await refused(partial(trio.run, enter), ELSEWHERE)
 
     with trio.fail_after(HANG_SECONDS):
         async with bench() as b, b.run("body", Body(handler)) as run:
