@@ -154,9 +154,7 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
 @pytest.mark.parametrize("given", ["~nosuchuser/x", b"bytes", 5, "nul\0character"])
 def test_what_names_no_cache_directory_is_an_invalid_request(given: Any) -> None:
     for use in (cache_directory, laneway.KVCaches, lambda place: laneway.open_engine(cache_dir=place)):
-        with pytest.raises(
-            InvalidRequestError, match=r"cache_dir: .*(the home directory of a user|must be a path)"
-        ):
+        with pytest.raises(InvalidRequestError, match=r"cache_dir: .*(the home directory of a user|must be a path)"):
             use(given)
 
 
@@ -172,9 +170,7 @@ def test_a_cache_directory_that_is_a_file_is_an_invalid_request(
         with pytest.raises(InvalidRequestError, match=r"LANEWAY_CACHE_DIR: .* is no directory"):
             laneway.open_engine()
     monkeypatch.setenv("LANEWAY_CACHE_DIR", "~nosuchuser/x")
-    with pytest.raises(
-        InvalidRequestError, match=r"LANEWAY_CACHE_DIR: '~nosuchuser/x' names the home directory"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"LANEWAY_CACHE_DIR: '~nosuchuser/x' names the home directory"):
         laneway.open_engine()
 
 
