@@ -162,8 +162,8 @@ class Lanes:
     def begin_knock(self, ticket: Ticket) -> Gate | None:
         """The gate of a waiting ticket if it is its turn at it, for the caller to enter; None if it is not.
 
-        No process tells when it lets go of a lock, so the engine tries again.  On a disk that hangs a try may take long,
-        so the caller makes it in a worker thread, and owes an :meth:`end_knock`.
+        No process tells when it lets go of a lock, so the engine tries again.  A try may take long where a disk hangs.
+        So the caller makes it in a worker thread, and owes an :meth:`end_knock`.
         """
         if not self._admission.at_gate(ticket):
             return None
