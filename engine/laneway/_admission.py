@@ -514,7 +514,7 @@ class Admission:
         return None
 
     def _compact(self, place: _Lane) -> None:
-        """Rid the heap of a lane of the numbers that are void; those that wait stay, whatever their order."""
+        """Remove the void numbers from the heap of a lane.  The numbers of those that wait stay."""
         place.ready = [number for number in place.ready if number in place.line]
         heapify(place.ready)
 

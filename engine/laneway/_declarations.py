@@ -205,7 +205,7 @@ def _each_once(instance: PluginSpec, attribute: attrs.Attribute[Any], value: tup
 class Gate(Protocol):
     """Something outside this process that a request must hold while it runs, such as the lock of a file (rule K2).
 
-    The engine calls both from its own transitions: they must be quick, and must not raise.  While somebody else is
+    The engine calls both from its own transitions: they must be quick, and must not raise.  While another process is
     inside, ``enter`` is tried again in worker threads, never twice at a time for one gate.
     """
 

@@ -108,7 +108,7 @@ class Lanes:
         return self._admission.writer_waits
 
     def cap(self, lane: str = "") -> float:
-        """How many may run at a time in a lane; in an idle one, if the request brings no cap of its own."""
+        """How many may run at a time in a lane; in an idle one, if the request brings no cap."""
         return self._admission.cap(lane)
 
     def waiting(self, lane: str = "") -> int:
@@ -132,7 +132,7 @@ class Lanes:
         """Take a ticket now; see :meth:`laneway._admission.Admission.arrive` for what the parameters mean.
 
         :param gate: what it needs from outside as well; entered when it is first for its keys, left with the ticket.
-            Where that fails, because somebody outside is in there, :meth:`begin_knock` tries again
+            Where that fails, because another process is inside, :meth:`begin_knock` tries again
         :returns: the ticket, which may be running already; the caller owes it a :meth:`leave`
         :raises laneway._admission.Refused: it may neither start nor wait; nothing has changed and nothing is owed
         """
@@ -162,8 +162,8 @@ class Lanes:
     def begin_knock(self, ticket: Ticket) -> Gate | None:
         """The gate of a waiting ticket if it is its turn at it, for the caller to enter; None if it is not.
 
-        Nobody tells when a process outside lets go of something, so somebody has to come and look.  That may take long
-        where a disk hangs, so the caller does it in a worker thread, and owes an :meth:`end_knock`.
+        No process tells when it lets go of a lock, so the engine tries again.  A try may take long where a disk hangs.
+        So the caller makes it in a worker thread, and owes an :meth:`end_knock`.
         """
         if not self._admission.at_gate(ticket):
             return None

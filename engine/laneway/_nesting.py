@@ -27,8 +27,8 @@ def check_circle(
 ) -> None:
     """Raise :class:`InvalidRequestError` if a run that ``parent``'s handler opens closes a circle of requests.
 
-    Only the arrival of a nested run can close one.  Everything else that happens in a lane lets somebody start or go,
-    or puts a request without nested runs behind all others.
+    Only the arrival of a nested run can close one.  Every other event in a lane starts a request, ends one, or puts one
+    without nested runs behind all others.
     """
     requests = list(live)
     around = {id(request) for request in _around(parent)}

@@ -284,7 +284,7 @@ class Registry:
                 raise self._rejection(request, "queue_timeout", waiting, lanes.queue_limit)
 
     async def _knock(self, request: Request) -> None:
-        """Try the gate of a waiting request now and then, in a thread: nobody tells when it is free."""
+        """Try the gate of a waiting request now and then, in a thread: no process tells when it lets go."""
         ticket, lanes, pause = request.ticket, request.model.lanes, KNOCK_SECONDS
         assert ticket is not None
         with request.knocking:

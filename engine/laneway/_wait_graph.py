@@ -3,11 +3,11 @@
 A request whose handler has opened a nested run waits for that run.  A request in line waits for those that hold what it
 lacks.  Where the two close a circle, nothing in it can ever end.
 
-This module is told what lives (:class:`Node`) and answers with those that can never end.  It works as deadlock
-detection by graph reduction does (Holt, "Some Deadlock Properties of Computer Systems", 1972): whatever can end is
-taken away, until nothing more can.  A request that runs can end if all its nested runs can; then it gives its permit
-and keys back.  A request in line can end if it can start once those that can end are gone, for it has no nested runs
-yet.  The order of taking away does not matter: to start somebody takes nothing away for good.
+This module is told what lives (:class:`Node`) and answers with those that can never end.  It reduces the graph of
+waits, as in Holt, "Some Deadlock Properties of Computer Systems" (1972): it removes the requests that can end, until no
+other one can.  A running request can end if all its nested runs can; it then gives its permit and keys back.  A request
+in line can end if it can start once the removed ones are gone, because it has no nested runs yet.  The order of removal
+does not matter: a request that starts gives back all that it takes.
 
 What waits outside of this process, such as the gate of a cache file, is taken to end.
 """
@@ -48,7 +48,7 @@ class Node:
 
 
 def blocked(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
-    """Those that can never end, and for whom each of them waits.
+    """The requests that can never end, and the requests that each of them waits for.
 
     Nested runs that are not among ``nodes`` have ended.  Takes O(n^2 log n) time for n nodes at worst.
     """
@@ -77,7 +77,7 @@ def circle(waits: Mapping[str, Sequence[str]], start: str) -> list[str]:
 
 
 def _waits(left: Mapping[str, Node]) -> dict[str, tuple[str, ...]]:
-    """For whom of those that are left each of them waits, if those that are gone hold nothing any more."""
+    """The requests that each of ``left`` waits for, if all others hold nothing any more."""
     waits: dict[str, tuple[str, ...]] = {}
     models: dict[Hashable, list[tuple[Place, str]]] = {}
     for node in left.values():

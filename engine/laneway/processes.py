@@ -56,7 +56,7 @@ class Process:
         self._popen.kill()
 
     async def end(self, grace: float = math.inf) -> None:
-        """See to its end, whoever is cancelled: ask it, kill it after ``grace`` seconds, and close its pipes."""
+        """Ask it to end, kill it after ``grace`` seconds, and close its pipes.  A cancel does not cut this short."""
         with trio.CancelScope(shield=True):
             if self.returncode is None:
                 self.terminate()

@@ -2,7 +2,7 @@
 
 Trio's default limiter belongs to the program: its worker threads may hold all tokens of it while they wait for an
 answer of this engine.  What the engine needs a thread for would then wait for ever.  So the engine never uses that
-limiter, and has three of its own, one for each kind of work:
+limiter.  It has three others, one for each kind of work:
 
 - :func:`run_sync`: short work of the processor, such as tokenising a text.  At most :data:`THREADS` at a time.
 - :func:`run_file`: short work on files.  At most :data:`THREADS` at a time.  A disk or a network that hangs keeps back

@@ -137,7 +137,7 @@ async def test_what_takes_long_keeps_no_thread_from_the_rest(tmp_path: Path) -> 
                 assert len(await s.model.tokenize(LONG_TEXT)) > 5000
 
 
-async def test_a_saved_state_that_does_not_come_keeps_nobody_but_its_own_turn_waiting(
+async def test_a_saved_state_that_cannot_be_read_holds_up_its_own_turn_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, hanging = _files.read, Held()

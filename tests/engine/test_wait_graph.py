@@ -29,7 +29,7 @@ def waiting(model: Hashable = "a", number: float = 2, **how: Any) -> Place:
 # By hand.
 
 
-def test_R6_nothing_is_blocked_where_nobody_nests() -> None:
+def test_R6_without_nested_runs_nothing_is_blocked() -> None:
     nodes = [Node(name="p", place=running()), Node(name="q", place=waiting()), Node(name="n")]
     assert blocked(nodes) == {}
 
@@ -136,7 +136,7 @@ class World:
         return self.live[-1]
 
     def can_end(self) -> list[Live]:
-        """Those that may end now: they run, and nobody nested in them lives."""
+        """Those that may end now: they run, and no run nested in them lives."""
         awaited = {id(each.parent) for each in self.live}
         return [each for each in self.live if self.runs(each) and id(each) not in awaited]
 
@@ -169,7 +169,7 @@ class World:
         return tuple((each.name, self.runs(each), each.ticket and each.ticket.gated) for each in self.live)
 
     def never_end(self) -> set[str]:
-        """Who lives in each world in which nothing more can happen.  It is the same one, whatever happens first."""
+        """Who lives when nothing more can happen.  The order of events makes no difference."""
         seen, todo, last = {self.key()}, [self], []
         while todo:
             world = todo.pop()

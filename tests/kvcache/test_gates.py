@@ -340,7 +340,7 @@ async def test_K2_the_callers_scope_rules_the_wait_and_a_cancelled_waiter_leaves
 
 
 class SlowDoor(Door):
-    """A gate that somebody outside holds at first, and whose disk then hangs until it is let go."""
+    """A gate that another process holds at first, and whose disk then hangs until the test lets it go."""
 
     def __init__(self, world: dict[str, object], disk: Held) -> None:
         super().__init__(world)
@@ -352,7 +352,7 @@ class SlowDoor(Door):
         return super().enter()
 
 
-async def test_K2_a_gate_that_hangs_keeps_nobody_from_running() -> None:
+async def test_K2_a_gate_that_hangs_holds_up_its_own_request_only() -> None:
     with Held() as disk, trio.fail_after(HANG_SECONDS):
         async with bench(1, plugins=[BEHIND], seconds_per_step=0.0) as b:
             world: dict[str, object] = {"file": OUTSIDE}

@@ -286,7 +286,7 @@ class LeavesTheCapOfARefusedTicket(Admission):
 
 
 class DropsAWaiterWithTheVoid(Admission):
-    """A3: when the numbers of those who have left are cleared away, that of somebody who waits goes with them."""
+    """A3: clearing the numbers of those that have left loses the number of a waiter."""
 
     __slots__ = ()
 
@@ -297,7 +297,7 @@ class DropsAWaiterWithTheVoid(Admission):
 
 
 class ForgetsTheOrderOfTheHeap(Admission):
-    """A3: when the numbers of those who have left are cleared away, the oldest does not come first any more."""
+    """A3: clearing the numbers of those that have left loses the order of the rest."""
 
     __slots__ = ()
 

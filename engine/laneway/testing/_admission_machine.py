@@ -378,7 +378,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.waiting)
     @rule(ticket=_waiting(), count=st.sampled_from([20, 50]))
     def come_and_go(self, ticket: ModelTicket, count: int) -> None:
-        """Many come and leave again behind somebody who waits: what is forgotten of them is nothing of others."""
+        """Many arrive behind a waiter and leave again.  The core forgets them, and must not forget the waiter."""
         for _ in range(count):
             if len(self.model.line(ticket.lane)) >= self.model.queue_limit:
                 break
