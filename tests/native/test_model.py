@@ -43,17 +43,21 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
 def test_text_to_tokens_and_back(tmp_path: Path, tokenizer: Any) -> None:
     with Model.load(write_tiny_model(tmp_path / "model.gguf", tokenizer=tokenizer)) as model:
 
-        @given(st.text(max_size=60))
+        def read_back(text: str) -> bytes:
+            # SentencePiece writes a space as U+2581, so that character comes back as a space.
+            return (text.replace("\u2581", " ") if tokenizer == "spm" else text).encode()
+
+        @given(st.text(max_size=60) | st.text(alphabet="\u2581 a", max_size=6))
         def round_trip(text: str) -> None:
             tokens = model.tokenize(text, bos=False)
             assert all(0 <= token < model.size for token in tokens)
-            assert model.detokenize(tokens) == text.encode()
-            assert b"".join(model.piece(token) for token in tokens) == text.encode()
+            assert model.detokenize(tokens) == read_back(text)
+            assert b"".join(model.piece(token) for token in tokens) == read_back(text)
             assert model.tokenize(text) == [BOS, *tokens]
 
         @given(st.text(alphabet=st.characters(codec="utf-8"), min_size=2000, max_size=2000))
         def long_text(text: str) -> None:
-            assert model.detokenize(model.tokenize(text, bos=False)) == text.encode()
+            assert model.detokenize(model.tokenize(text, bos=False)) == read_back(text)
 
         round_trip()
         long_text()
