@@ -24,6 +24,7 @@ from laneway import (
     RequestRejectedByPolicyError,
 )
 from laneway._kvcache import _files
+from laneway.testing import ScriptedDecoder
 from laneway_plugins import completion
 from tests.kvcache.kit import GREEDY, STEP, Directory, Talk, cached, cold, forbidden, report, threads_at_once
 from tests.plugins.scripted import Scripted
@@ -604,10 +605,14 @@ async def test_K4_a_directory_in_the_files_place_is_left_alone(disk: Directory) 
         assert (disk.file("x") / "inside").is_dir()
 
 
+async def _of_another_model(decoder: ScriptedDecoder, folder: str | None) -> bytes:
+    return bytes(32)
+
+
 async def test_K4_a_file_of_another_model_is_a_miss(disk: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     async with cached(disk.top) as s:
         talk, _ = await _committed(s, disk)
-        monkeypatch.setattr(type(s.decoder), "state_fingerprint", bytes(32))
+        monkeypatch.setattr(type(s.decoder), "state_fingerprint", _of_another_model)
         answer = await talk.say("and on")
         assert answer.tokens == cold(s, talk.messages)
         assert "other settings" in str(report(answer).miss)
