@@ -1,4 +1,4 @@
-"""The ``laneway`` program as a process of its own, with a scripted model: streams, terminals and signals are real."""
+"""The ``laneway`` program as a real process, with a scripted model: streams, terminals and signals are real."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _set(key: str, value: Plain) -> bytes:
 
 
 def _replace(*changed: Tensor) -> bytes:
-    """The file with tensors of these names in the place of its own; a new name comes at the end."""
+    """The file with tensors of these names in the place of the old ones; a new name comes at the end."""
 
     def change(_: Metadata, tensors: list[Tensor]) -> None:
         for tensor in changed:

@@ -31,7 +31,7 @@ from tests.native.attention_reference import (
 from tests.native.driving import Driver, answer, decoder_of, prompts
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.skipif(not has_attention_kernel(), reason="this build has no attention kernel of its own")
+pytestmark = pytest.mark.skipif(not has_attention_kernel(), reason="this build has llama.cpp's attention kernel only")
 
 
 @given(case=cases(), threads=st.integers(1, 4))

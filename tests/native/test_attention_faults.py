@@ -30,7 +30,7 @@ from tests.native.attention_reference import (
 from tests.native.driving import answer, decoder_of
 from tests.tiny_model import Tensor, TensorType, tiny_model_parts, write_gguf
 
-needs_kernel = pytest.mark.skipif(not has_attention_kernel(), reason="this build has no attention kernel of its own")
+needs_kernel = pytest.mark.skipif(not has_attention_kernel(), reason="this build has llama.cpp's attention kernel only")
 
 
 @st.composite

@@ -290,7 +290,7 @@ async def test_C10_a_sequence_whose_grammar_costs_too_much_ends_alone(tiny: Mode
 
 
 async def test_a_step_of_costly_grammars_makes_fewer_rounds(tiny: Model) -> None:
-    """Nobody waits for more than one dear round."""
+    """No sequence waits for more than one dear round."""
     async with decoder_of(tiny) as decoder:
         prompt = prompts(tiny)[0]
         for grammar, done in ((None, 8), ("root ::= [a-z ]*", 8), ("root ::= " + "[a-z ]? " * 5000 + '"!"', 1)):
@@ -423,7 +423,7 @@ async def test_A10_a_bad_grammar_is_an_invalid_request(tiny: Model, bad: str) ->
 async def test_a_checked_grammar_is_not_checked_again(tiny: Model) -> None:
     words = "root ::= " + " | ".join(f'"{word}"' for word in range(2000))
     async with decoder_of(tiny) as decoder:
-        # Time of this thread's own, whatever else the machine does.
+        # The processor time of this thread: what else the machine does counts for nothing.
         began = time.thread_time()
         decoder.check(greedy(words))
         first = time.thread_time() - began

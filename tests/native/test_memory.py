@@ -45,7 +45,7 @@ def test_a_group_of_version_2_with_a_limit(machine: Path) -> None:
 
 
 def test_the_name_of_a_group_is_bytes(machine: Path) -> None:
-    # As a path is, whatever the locale says.
+    # As a path is; the locale has no say.
     name = os.fsdecode(b"caf\xe9")
     write(machine, "proc/self/cgroup", "")
     (machine / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")

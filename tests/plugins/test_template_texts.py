@@ -1,4 +1,4 @@
-"""Templates come out as from a plain jinja2 environment, whatever they use and whatever is said in the chat."""
+"""Templates come out as from a plain jinja2 environment, with all that they use and all that a chat says."""
 
 from __future__ import annotations
 
