@@ -21,7 +21,7 @@ async def chat_turn(model: laneway.Model, user: str, history: list[Message], tex
 
 
 async def stateless_turn(model: laneway.Model, messages: list[Message]) -> completion.Completion:
-    """Whoever sends the whole chat gets its cache, by what has been said in it."""
+    """A client that sends the whole chat gets its cache, by what has been said in it."""
     return await completion.complete(model, messages, kv_cache=True, max_tokens=64)
 
 

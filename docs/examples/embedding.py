@@ -1,4 +1,4 @@
-"""What a program that embeds the engine does with it, one function for each thing.
+"""What a program that embeds the engine does with it, one function for each task.
 
 ::
 
@@ -49,7 +49,7 @@ async def answer_in_time(model: laneway.Model, question: str, seconds: float) ->
 
 
 async def first_sentence(model: laneway.Model, question: str) -> str:
-    """Leaving the block ends the request: nothing is decoded that nobody wants."""
+    """Leaving the block ends the request: no token is decoded that is not wanted."""
     text = ""
     async with completion.stream(model, question, max_tokens=200) as run:
         async for event in run:
@@ -70,13 +70,13 @@ async def answer_or_refuse(model: laneway.Model, question: str) -> str:
 
 
 async def answer_all(model: laneway.Model, questions: Iterable[str]) -> list[str]:
-    """Many prompts under one permit; what is wrong with one is that one's outcome."""
+    """Many prompts under one permit.  A fault of one prompt is the outcome of that one."""
     outcomes = await batch.complete(model, questions, max_tokens=32)
     return [outcome.text if outcome.error is None else f"({outcome.error})" for outcome in outcomes]
 
 
 async def answer_without_thinking(model: laneway.Model, question: str) -> str:
-    """The template is told not to let the model think first.  One that does not know the name ignores it."""
+    """Tell the template not to let the model think first.  A template without this name ignores it."""
     chat = [{"role": "user", "content": question}]
     answer = await completion.complete(model, chat, max_tokens=32, chat_template_kwargs={"enable_thinking": False})
     return answer.text

@@ -135,6 +135,18 @@ def test_the_house_lists_every_module_of_the_engine() -> None:
         assert name not in listed or listed[name] == "core"
 
 
+def test_files_that_the_design_names_exist() -> None:
+    text = (DOCS / "explanation" / "design.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"`((?:engine|plugins|native|tests)/[\w./]+\.\w+)`", text))
+    assert len(files) > 10
+    assert {name for name in files if not (ROOT / name).is_file()} == set()
+    # Modules that are named without their folder.
+    named = set(re.findall(r"`(_[a-z_]+)`", text))
+    folders = ("engine/laneway", "plugins/laneway_plugins", "native/laneway_native")
+    there = {path.stem for folder in folders for path in (ROOT / folder).glob("_*")}
+    assert named <= there
+
+
 def test_the_catalogue_is_listed() -> None:
     text = (DOCS / "howto" / "models.md").read_text(encoding="utf-8")
     assert set(CATALOGUE) <= set(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE))

@@ -16,6 +16,7 @@ import pytest
 
 import laneway
 from laneway._errors import RejectionReason
+from laneway_plugins import llm_translate
 from laneway_plugins.llama import LlamaOptions
 from tests.docs.pages import DOCS, ROOT
 
@@ -196,6 +197,48 @@ def test_every_error_is_listed_with_its_fields(name: str) -> None:
     fields = [field.name for field in attrs.fields(error)] if attrs.has(error) else []
     shown = _table(ERRORS)[name][1]
     assert shown == (", ".join(f"`{field}`" for field in fields) or "none")
+
+
+def _kinds(error: type[laneway.LanewayError]) -> Iterator[type[laneway.LanewayError]]:
+    for kind in error.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+def test_every_error_of_the_family_is_listed() -> None:
+    """Those of the plugins too.  What `laneway pull` fails with is seen by its users as one line."""
+    for path in _sources():
+        if "laneway_plugins" in path.parts and path.stem != "__init__":
+            importlib.import_module(f"laneway_plugins.{path.stem}")
+    raised = {kind.__name__ for kind in _kinds(laneway.LanewayError) if kind.__module__.startswith("laneway")}
+    assert "UndeterminedLanguageError" in raised
+    assert raised - {"PullError"} <= set(_table(ERRORS))
+
+
+def test_the_fields_of_an_error_of_a_plugin_are_listed() -> None:
+    fields = [field.name for field in attrs.fields(llm_translate.UndeterminedLanguageError)]
+    assert _table(ERRORS)["UndeterminedLanguageError"][1] == ", ".join(f"`{field}`" for field in fields)
+
+
+@pytest.mark.parametrize("module", ["decoder", "processes", "terminal", "threads", "validators"])
+def test_every_name_of_a_public_module_is_in_the_reference(module: str) -> None:
+    """By its full name where it is called, else by its own."""
+    names = importlib.import_module(f"laneway.{module}").__all__
+    missing = []
+    for name in names:
+        full = f"laneway.{module}.{name}"
+        known = any(entry == full or entry.startswith(f"{full}.") for entry in ENTRIES)
+        if not known and name not in ENTRIES and not re.search(rf"\b{name}\b", API + ERRORS):
+            missing.append(full)
+    assert missing == []
+
+
+@pytest.mark.parametrize("module", ["processes", "terminal", "threads", "validators"])
+def test_every_function_of_a_public_module_has_its_signature(module: str) -> None:
+    found = importlib.import_module(f"laneway.{module}")
+    functions = {f"laneway.{module}.{name}" for name in found.__all__ if inspect.isfunction(getattr(found, name))}
+    assert functions
+    assert functions <= set(ENTRIES)
 
 
 def test_every_reason_of_a_refusal_is_listed() -> None:
