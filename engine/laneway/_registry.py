@@ -580,8 +580,8 @@ def _in_order_of_leaving(requests: Iterable[Request]) -> list[Request]:
 
 
 def _live(request: Request | None) -> Request | None:
-    """``request`` or what is around it, whichever has not ended."""
-    while request is not None and request.state in TERMINAL:
+    """``request`` or the innermost around it whose handler has not ended: a teardown waits for no nested run."""
+    while request is not None and (request.closing or request.state in TERMINAL):
         request = request.parent
     return request
 
