@@ -423,6 +423,15 @@ class Admission:
         """Whether nobody holds any of these keys, or waits for it."""
         return not any(key in self._first for key in keys)
 
+    def starts_now(self, *, exclusive: bool, weight: int, keys: Iterable[Hashable], lane: str) -> bool:
+        """Whether a ticket that is not gated would start on its arrival.  In an idle lane its cap does not matter."""
+        place = self._lanes.get(lane)
+        if place is None:
+            place = _Lane(self.parallel)
+        if weight > place.cap:
+            weight = int(place.cap)
+        return self._can_start_now(place, exclusive, weight, tuple(keys))
+
     def at_gate(self, ticket: Ticket) -> bool:
         """Whether a waiting ticket lacks nothing but that its gate is opened."""
         return ticket.state is _WAITING and ticket.gated and ticket._missing == 1

@@ -31,6 +31,7 @@ from laneway._errors import (
 )
 from laneway._home import Home
 from laneway._kvcache._caches import KVCaches
+from laneway._lifecycle import State
 from laneway._model import Model
 from laneway._plugins import PluginHost
 from laneway._registry import Registry
@@ -599,10 +600,13 @@ class _OpenRun:
     ) -> None:
         failure = self._run.unseen_error()
         if not self._live.ended.is_set():
+            self.engine._home.check()
             must_wait = self.engine._registry.leave(self._live)
             self._live.discard()
             if must_wait:
                 await _outlast(self._live.ended)
+            if self._live.state is State.FAILED:
+                failure = self._run.unseen_error()  # its handler had failed before, and was in its teardown
         if failure is None:
             return
         if error is None:

@@ -111,6 +111,10 @@ class Lanes:
         """How many may run at a time in a lane; in an idle one, if the request brings no cap."""
         return self._admission.cap(lane)
 
+    def starts_now(self, *, exclusive: bool, weight: int, keys: Iterable[Hashable], lane: str) -> bool:
+        """Whether a ticket without a gate would run from its arrival on."""
+        return self._admission.starts_now(exclusive=exclusive, weight=weight, keys=keys, lane=lane)
+
     def waiting(self, lane: str = "") -> int:
         """How many wait in a lane."""
         return len(self._admission.waiting(lane))

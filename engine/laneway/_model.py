@@ -131,6 +131,7 @@ class Model:
 
         :param folder: where the backend may keep what it has worked out about its files; it need not be there
         """
+        self.engine._home.check()
         work_out = getattr(self._backend.decoder, "state_fingerprint", None)
         if not callable(work_out):
             return None

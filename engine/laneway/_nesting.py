@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from laneway._admission import TicketState
 from laneway._declarations import Scope, Use
 from laneway._errors import InvalidRequestError
-from laneway._lifecycle import TERMINAL, State
+from laneway._lifecycle import State
 from laneway._wait_graph import Node, Place, blocked, circle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable, Iterator, Mapping
 
     from laneway._declarations import Operation, Prepared
     from laneway._model import Model
     from laneway._request import Request
 
 NEWCOMER = ""
-"""The name of the request that is about to arrive, which no live request has."""
+"""The name of the request that is about to arrive.  The others go by their numbers, for ids repeat between engines."""
 
 
 def check_circle(
@@ -29,29 +29,41 @@ def check_circle(
 
     Only the arrival of a nested run can close one.  Every other event in a lane starts a request, ends one, or puts one
     without nested runs behind all others.
+
+    :param live: the live requests of the engine, in order of arrival.  ``parent`` may belong to another engine.
     """
-    requests = list(live)
-    around = {id(request) for request in _around(parent)}
-    nested: dict[str, list[str]] = {}
-    nodes: list[Node] = []
-    for request in requests:
-        above = _above(request)
-        if above is not None and request.attached:
-            nested.setdefault(above.id, []).append(request.id)
-    nested.setdefault(parent.id, []).append(NEWCOMER)
-    for request in requests:
-        # A cancelled handler cancels its nested runs.  One that opens another all the same (in a shield) waits for it.
-        if id(request) in around or not _is_leaving(request):
-            nodes.append(Node(name=request.id, place=_place(request), nested=tuple(nested.get(request.id, ()))))
-    cap = model.lanes.cap(operation.lane_group)
     weight = prepared.weight if model.admission == "slots" else 1
+    exclusive = operation.use is Use.EXCLUSIVE
+    lanes, lane = model.lanes, operation.lane_group
+    if prepared.gate is None and lanes.starts_now(exclusive=exclusive, weight=weight, keys=prepared.keys, lane=lane):
+        return
+    requests = {_name(request): request for request in live}
+    around = list(_around(parent, requests))
+    if not around:
+        return  # no handler of this engine waits for it
+    nested: dict[str, list[str]] = {_name(around[0]): [NEWCOMER]}
+    leaving: set[str] = set()
+    for name, request in requests.items():
+        above = next(_around(request.parent, requests), None)
+        if above is not None and request.attached and not above.closing:
+            nested.setdefault(_name(above), []).append(name)
+        if _is_leaving(request, above, leaving):
+            leaving.add(name)
+    # A cancelled handler cancels its nested runs.  One that opens another all the same (in a shield) waits for it.
+    leaving.difference_update(map(_name, around))
+    nodes = [
+        Node(name=name, place=_place(request), nested=tuple(nested.get(name, ())))
+        for name, request in requests.items()
+        if name not in leaving
+    ]
+    cap = lanes.cap(lane)
     place = Place(
         model=id(model),
-        lane=operation.lane_group,
+        lane=lane,
         cap=cap,
         number=math.inf,
         running=False,
-        exclusive=operation.use is Use.EXCLUSIVE,
+        exclusive=exclusive,
         weight=weight if weight <= cap else int(cap),
         keys=prepared.keys,
     )
@@ -60,9 +72,8 @@ def check_circle(
     if NEWCOMER not in waits:
         return
     way = circle(waits, NEWCOMER)[1:]
-    by_id = {request.id: request for request in requests}
     steps = ", which waits for ".join(
-        f"{by_id[name].kind} request {name!r} on model {by_id[name].model.name!r}" for name in way
+        f"{requests[name].kind} request {requests[name].id!r} on model {requests[name].model.name!r}" for name in way
     )
     raise InvalidRequestError(
         f"a {operation.kind} request on model {model.name!r} opened inside the handler of {parent.kind} request "
@@ -71,28 +82,25 @@ def check_circle(
     )
 
 
-def _around(request: Request | None) -> Iterable[Request]:
+def _name(request: Request) -> str:
+    return str(request.number)
+
+
+def _around(request: Request | None, requests: Mapping[str, Request]) -> Iterator[Request]:
+    """``request`` and those in whose handlers it runs, the innermost first, as far as they are among ``requests``."""
     while request is not None:
-        yield request
-        request = _above(request)
+        if requests.get(_name(request)) is request:
+            yield request
+        request = request.parent
 
 
-def _above(request: Request) -> Request | None:
-    """The innermost live request whose handler has opened this one."""
-    above = request.parent
-    while above is not None and above.state in TERMINAL:
-        above = above.parent
-    return above
-
-
-def _is_leaving(request: Request) -> bool:
-    """Whether it, or what waits for it, has been cancelled, so that it does not stay."""
+def _is_leaving(request: Request, above: Request | None, leaving: Container[str]) -> bool:
+    """Whether it has been cancelled, or a request that waits for it has, so that it does not stay."""
     if request.operation.scope is Scope.NONE and request.state is not State.WAITING:
         return False
     if request.state is State.CANCELLING:
         return True
-    above = _above(request)
-    return above is not None and request.attached and _is_leaving(above)
+    return above is not None and request.attached and _name(above) in leaving
 
 
 def _place(request: Request) -> Place | None:

@@ -414,8 +414,8 @@ class Registry:
 
         ``asked``: it ends because of a call of ``cancel()``; else it ends with its caller, its model or its engine.
         """
-        if request.state not in (State.WAITING, State.RUNNING):
-            return False
+        if request.state not in (State.WAITING, State.RUNNING) or request.closing:
+            return False  # it ends for another reason, or has ended but for its teardown
         request.cancel_asked = asked
         was_waiting = request.state is State.WAITING
         request.cancel_reason = reason
@@ -585,8 +585,8 @@ def _in_order_of_leaving(requests: Iterable[Request]) -> list[Request]:
 
 
 def _live(request: Request | None) -> Request | None:
-    """``request`` or what is around it, whichever has not ended."""
-    while request is not None and request.state in TERMINAL:
+    """``request`` or the innermost around it whose handler has not ended: a teardown waits for no nested run."""
+    while request is not None and (request.closing or request.state in TERMINAL):
         request = request.parent
     return request
 

@@ -84,7 +84,7 @@ async def open_process(
     What is given as ``subprocess.PIPE`` becomes a Trio stream.  Once begun, starting is waited for; the caller then
     has the process, and owes it an end.
 
-    :raises OSError: it cannot be started
+    :raises OSError: it cannot be started, or has been ended again because its pipes cannot be used
     """
 
     def start() -> subprocess.Popen[bytes]:
@@ -98,7 +98,19 @@ async def open_process(
             start_new_session=start_new_session,
         )
 
-    return Process(await threads.run_long(start))
+    popen = await threads.run_long(start)
+    try:
+        return Process(popen)
+    except BaseException:
+        # No more descriptors, say.  The caller gets no process, so nothing else would end this one.
+        with trio.CancelScope(shield=True):
+            await threads.run_long(_end_at_once, popen)
+        raise
+
+
+def _end_at_once(popen: subprocess.Popen[bytes]) -> None:
+    with popen:
+        popen.kill()
 
 
 def _stream(pipe: IO[bytes] | None) -> trio.lowlevel.FdStream | None:

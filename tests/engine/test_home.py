@@ -55,6 +55,14 @@ async def _tokenize_much(b: Bench, run: laneway.Run) -> None:
     await b.model.tokenize("word " * 10_000)
 
 
+async def _fingerprint(b: Bench, run: laneway.Run) -> None:
+    await b.model.state_fingerprint()
+
+
+async def _plan(b: Bench, run: laneway.Run) -> None:
+    await b.engine.kv_caches.plan(b.model, key="k")
+
+
 async def _admitted(b: Bench, run: laneway.Run) -> None:
     await run.admitted()
 
@@ -92,6 +100,8 @@ WAITING = (
     _wait_for_no_one,
     _tokenize,
     _tokenize_much,
+    _fingerprint,
+    _plan,
     _admitted,
     _iterate,
     _result,
@@ -141,6 +151,22 @@ async def test_what_is_called_elsewhere_is_refused_and_changes_nothing(
         for ended in (runs, waits):
             with pytest.raises(laneway.InferenceCancelledError):
                 await ended.result()
+
+
+async def test_the_block_of_a_run_is_left_where_it_was_entered() -> None:
+    async def leave(opening: Any) -> None:
+        await opening.__aexit__(None, None, None)
+
+    with trio.fail_after(HANG_SECONDS):
+        async with bench(parallel=1) as b:
+            opening = b.run("body", Body(forever))
+            run = await opening.__aenter__()
+            await refused(partial(without_trio, leave, opening), OUTSIDE)
+            await refused(partial(trio.run, leave, opening), ELSEWHERE)
+            assert run.state == "running"
+            await leave(opening)
+            assert run.state == "cancelled"
+            b.nothing_left()
 
 
 async def test_a_model_in_a_second_run_leaves_the_first_one_whole() -> None:

@@ -12,12 +12,36 @@ import trio
 import trio.testing
 
 import laneway
+from laneway._context import Context
 from laneway.testing import ScriptedLoader
 from tests.engine.kit import PLUGIN, Body, Generate, body_operation
 
+
+class Shut:
+    """A gate that another process never opens."""
+
+    def enter(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        pass
+
+
+async def _prepare_shut(model: laneway.Model, request: Body) -> laneway.Prepared:
+    return laneway.Prepared(weight=request.weight, keys=request.keys, gate=Shut(), payload=request)
+
+
+async def _never(ctx: laneway.RequestContext, prepared: laneway.Prepared) -> None:
+    raise AssertionError("its gate is shut")
+
+
 EXTRA = laneway.PluginSpec(
     name="nesting",
-    operations=(body_operation("keyed", lane_group="keyed"), body_operation("impatient", overflow="reject")),
+    operations=(
+        body_operation("keyed", lane_group="keyed"),
+        body_operation("impatient", overflow="reject"),
+        laneway.Operation(kind="shut", request_type=Body, prepare=_prepare_shut, handler=_never),
+    ),
 )
 
 
@@ -211,6 +235,94 @@ async def test_R6_C1_who_has_left_a_request_does_not_wait_for_it() -> None:
         assert await n.open("d", "a", under="q") == "waiting"
         await n.let_end("p", "d", "q")
         assert n.ends == {"p": "done", "d": "done", "q": "done"}
+
+
+async def test_R6_requests_of_two_engines_are_told_apart_by_more_than_their_ids() -> None:
+    async with nest(a=1) as n, nest(a=1) as other:
+        assert await n.open("same", "a") == await other.open("same", "a") == "running"
+        seen: list[str] = []
+
+        async def open_in_the_other_engine() -> None:
+            async with other.engine.run(other.models["a"], "generate", Generate((1, 2), 1)) as run:
+                seen.append(run.state)
+                seen.append((await run.result()).stop_reason)
+
+        await n._mail["same"].send(open_in_the_other_engine)
+        await n.let_end("same")
+        assert seen == ["waiting"]
+        await other.let_end("same")
+        assert seen == ["waiting", "length"]
+
+
+async def test_R6_a_circle_of_one_engine_is_found_through_a_request_of_another_engine() -> None:
+    async with nest(a=1, b=1) as n, nest(x=1) as other:
+        await n.open("p", "a")
+        await n.open("q", "b")
+        await n.open("c", "b", under="p")
+        refused: list[str] = []
+
+        async def between(ctx: laneway.RequestContext) -> None:
+            with pytest.raises(laneway.InvalidRequestError) as caught:
+                async with n.engine.run(n.models["a"], "generate", Generate((1, 2), 1)):
+                    pass
+            refused.append(str(caught.value))
+
+        async def open_through_the_other_engine() -> None:
+            async with other.engine.run(other.models["x"], "body", Body(between)) as run:
+                await run.result()
+
+        await n._mail["q"].send(open_through_the_other_engine)
+        await n.let_end("q")
+        assert "would wait for body request 'p' on model 'a', which waits for body request 'c'" in refused[0]
+        await n.let_end("c", "p")
+
+
+async def test_R6_A12_a_run_that_starts_at_once_beside_a_heavy_one_at_its_gate_waits_for_nothing() -> None:
+    async with nest(admission="slots", a=4, b=1) as n:
+        await n.open("p", "a", weight=2)
+        await n.open("q", "b")
+        assert await n.open("c", "b", under="p") == "waiting"
+        assert await n.open("h", "a", "shut", weight=3) == "waiting"
+        assert await n.open("d", "a", under="q") == "running"
+        assert n.engine.cancel("h") == 1
+        await n.let_end("d", "q", "c", "p")
+
+
+async def test_R6_a_task_that_outlives_its_handler_opens_no_nested_run() -> None:
+    """The teardown of the handler's request waits for no task that the handler has left behind."""
+    async with nest(a=1) as n:
+        seen: list[str] = []
+
+        async def left_behind(task_status: trio.TaskStatus[None]) -> None:
+            task_status.started()
+            await closing.wait()
+            try:
+                async with n.engine.run(n.models["a"], "generate", Generate((1, 2), 1)) as run:
+                    seen.append(run.state)
+                    closed.set()
+                    await run.result()
+                seen.append("done")
+            finally:
+                closed.set()
+
+        async def handler(ctx: laneway.RequestContext) -> None:
+            # The task begins in the context of this handler, in a nursery that the handler does not wait for.
+            await n.nursery.start(left_behind)
+
+        closing, closed = trio.Event(), trio.Event()
+
+        async def slow_close(self: Context) -> None:
+            await close(self)
+            closing.set()
+            await closed.wait()
+
+        close = Context.close
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Context, "close", slow_close)
+            async with n.engine.run(n.models["a"], "body", Body(handler)) as run:
+                await run.result()
+        await trio.testing.wait_all_tasks_blocked()
+        assert seen == ["waiting", "done"]
 
 
 @pytest.mark.parametrize("depth", [2, 3, 5])

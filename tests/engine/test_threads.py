@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 import threading
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
@@ -109,6 +112,30 @@ async def test_a_process_that_is_not_wanted_any_more_is_asked_and_then_ended(
 async def test_a_program_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         await open_process([str(tmp_path / "nothing")], stdin=PIPE)
+
+
+async def test_a_process_whose_pipes_cannot_be_used_is_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Popen[bytes]] = []
+    real_dup = os.dup
+
+    class Watched(Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    def dup(descriptor: int) -> int:
+        if started and descriptor == started[0].stdout.fileno():  # type: ignore[union-attr]
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real_dup(descriptor)
+
+    monkeypatch.setattr("subprocess.Popen", Watched)
+    monkeypatch.setattr("os.dup", dup)
+    with pytest.raises(OSError, match="Too many open files"):
+        await open_process([sys.executable, "-c", "input()"], stdin=PIPE, stdout=PIPE)
+    (process,) = started
+    assert process.returncode == -signal.SIGKILL
+    assert process.stdin is not None
+    assert process.stdin.closed
 
 
 # What takes long, and the rest.
