@@ -16,3 +16,4 @@ from laneway_native._model import Model as Model
 from laneway_native._model import ModelFacts as ModelFacts
 from laneway_native._model import load_model as load_model
 from laneway_native._policy import plan as plan
+from laneway_native._weights import file_digest as file_digest

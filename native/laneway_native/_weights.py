@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Self, TypeVar, TypeVarTuple, Unpack
 import attrs
 import trio
 
+from laneway.decoder import ModelLoadError
 from laneway_native._log import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PIECE = 1 << 24
 """Bytes of a file that are read at a time: some 15 ms of work, after which a cancelled wait leaves nothing behind."""
@@ -110,6 +111,37 @@ def digest_piece(path: str, stamp: Stamp, begin: int) -> bytes:
         if Stamp.of(os.fstat(file.fileno())) != stamp:
             raise FileChanged
         return hashlib.sha256(piece).digest()
+
+
+async def file_digest(path: str) -> bytes:
+    """The digest of a file as it is now, 32 bytes.  It reads the file in worker threads, and remembers nothing.
+
+    Raises :class:`ModelLoadError` if the file cannot be read, or changes while it is read.
+    """
+    with _faults_named(path):
+        stamp = Stamp.of(await _in_thread(os.stat, path))
+        pieces = [await _in_thread(digest_piece, path, stamp, begin) for begin in range(0, stamp.size, PIECE)]
+    return hashlib.sha256(b"".join(pieces)).digest()
+
+
+def file_digest_here(path: str) -> tuple[Stamp, bytes]:
+    """The same in the calling thread, and the stamp that held while the file was read."""
+    with _faults_named(path):
+        stamp = Stamp.of(os.stat(path))
+        pieces = [digest_piece(path, stamp, begin) for begin in range(0, stamp.size, PIECE)]
+    return stamp, hashlib.sha256(b"".join(pieces)).digest()
+
+
+@contextlib.contextmanager
+def _faults_named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileChanged:
+        raise ModelLoadError(
+            path, "the file changed while its weights were read; try again when it is complete"
+        ) from None
+    except OSError as error:
+        raise ModelLoadError(path, f"its weights cannot be read: {error.strerror or error}") from error
 
 
 class WeightFile:

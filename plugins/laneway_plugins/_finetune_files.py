@@ -62,6 +62,8 @@ class Record:
     """Of its request, as JSON has them."""
     model: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
     """The fingerprint of what is trained."""
+    weights: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
+    """The digest of its weights.  Records of earlier versions have none."""
     base: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
     """How the weights are held while it trains, once that is decided."""
     step: int | None = attrs.field(default=None, validator=_count)

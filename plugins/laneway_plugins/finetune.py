@@ -33,6 +33,7 @@ from laneway import (
     FinetuneError,
     InvalidRequestError,
     Model,
+    ModelLoadError,
     Operation,
     PluginSpec,
     Prepared,
@@ -550,7 +551,9 @@ class Plan:
 
     model_path: str
     fingerprint: str
-    """Of the model file."""
+    """Of the model file's header."""
+    weights: str | None = None
+    """The digest of the whole file; None until it has been read."""
     threads: int
     need: int | None = None
     """Bytes that it takes at most, beside the loaded model; None: not known."""
@@ -563,6 +566,12 @@ class Trainer(Protocol):
         """``longest``: tokens of the longest sequence, once that is known.
 
         Raises :class:`InvalidRequestError` or :class:`FinetuneError` for what cannot be trained.
+        """
+
+    async def digest_weights(self, plan: Plan) -> str:
+        """The digest of the model's file.  Reads all of it, so it may take seconds.
+
+        Raises :class:`FinetuneError` if the file cannot be read.
         """
 
     async def check_memory(self, plan: Plan) -> None:
@@ -603,6 +612,13 @@ class _NativeTrainer:
             threads=request.threads or native.default_threads(),
             need=need,
         )
+
+    async def digest_weights(self, plan: Plan) -> str:
+        try:
+            digest: bytes = await _native().file_digest(plan.model_path)
+        except ModelLoadError as error:
+            raise FinetuneError(str(error)) from error
+        return digest.hex()
 
     async def check_memory(self, plan: Plan) -> None:
         if plan.need is not None:
@@ -677,13 +693,15 @@ async def prepare(model: Model, request: FinetuneRequest) -> Prepared:
     """The operation's ``prepare``: what cannot be trained, and what is wrong with the data, is found here."""
     plan = await _trainer.plan(model, request)
     await _off_loop(_check_paths, request, plan)
+    weights = await _trainer.digest_weights(plan)
     if request.resume:
+        await _off_loop(_check_paths, request, attrs.evolve(plan, weights=weights))
         record = await _off_loop(TrainingFiles(request.output).read)
         if record is not None and record.base:
             # Whatever fits now: it goes on as it was begun.
             base: Any = record.base
             plan = await _trainer.plan(model, attrs.evolve(request, base=base))
-        return Prepared(payload=Job(request, plan, None))
+        return Prepared(payload=Job(request, attrs.evolve(plan, weights=weights), None))
     reader = Reader(
         model=model,
         length=request.context_length,
@@ -693,7 +711,7 @@ async def prepare(model: Model, request: FinetuneRequest) -> Prepared:
     )
     dataset = await reader.read(request.dataset, request.validation, request.seed)
     plan = await _trainer.plan(model, request, dataset.longest)
-    return Prepared(payload=Job(request, plan, dataset))
+    return Prepared(payload=Job(request, attrs.evolve(plan, weights=weights), dataset))
 
 
 def _check_paths(request: FinetuneRequest, plan: Plan) -> None:
@@ -749,6 +767,17 @@ def _check_start(request: FinetuneRequest, plan: Plan, files: TrainingFiles) -> 
         raise _nothing_to_resume(files.output)
     if record.model != plan.fingerprint:
         raise FinetuneError(f"the paused training of {files.output} is of another model; load that one to resume it")
+    if not record.weights:
+        raise FinetuneError(
+            f"the paused training of {files.output} was begun by an earlier version of Laneway, which did not record "
+            "its weights, so it cannot go on; throw it away (discard, or --restart), or choose another output"
+        )
+    if plan.weights not in (None, record.weights):
+        raise FinetuneError(
+            f"the paused training of {files.output} is of other weights: the model's file has changed since it was "
+            "begun; put that file back to resume it, throw the training away (discard, or --restart), or choose "
+            "another output"
+        )
     wanted = _settings(request)
     for name, value in record.settings.items():
         if name not in _FREE and wanted.get(name) != value:
@@ -833,7 +862,12 @@ class _Fit:
         job, files = self._job, self._files
         if earlier is None:
             assert job.dataset is not None
-            self._record = Record(state="running", settings=_settings(job.request), model=job.plan.fingerprint)
+            self._record = Record(
+                state="running",
+                settings=_settings(job.request),
+                model=job.plan.fingerprint,
+                weights=job.plan.weights or "",
+            )
             await _off_loop(files.begin, self._record, job.dataset.train, job.dataset.validation)
         else:
             self._record = attrs.evolve(earlier, state="running", settings=_settings(job.request))
@@ -866,6 +900,7 @@ class _Fit:
         request, files = self._job.request, self._files
         return {
             "model": self._job.plan.model_path,
+            "weights": self._job.plan.weights,
             "data": str(files.train),
             "validation": str(files.validation) if files.validation.exists() else None,
             "output": str(files.output),

@@ -15,6 +15,7 @@ import attrs
 import pytest
 
 from laneway_native import Model, check_gguf
+from laneway_native._weights import file_digest_here
 from laneway_native.training import (
     Checkpoint,
     Done,
@@ -290,6 +291,29 @@ def test_a_checkpoint_is_neither_overwritten_nor_taken_for_another(start: Start,
     # What does not change the losses may change.
     again = attrs.evolve(job, resume=True, settings=attrs.evolve(job.settings, checkpoint_every=2))
     run_to_end(start, again)
+
+
+def test_a_checkpoint_is_of_the_weights_under_the_header(start: Start, job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "own.gguf"
+    path.write_bytes(Path(job.model).read_bytes())
+    job = attrs.evolve(job, model=str(path))
+    child = start(job)
+    child.tell("pause")
+    assert isinstance(child.events()[-1], Paused)
+    child.end()
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert check_gguf(path).sha256 == check_gguf(job.model).sha256
+    again = attrs.evolve(job, resume=True)
+    assert "of other weights" in fails(start, again, "checkpoint").message
+    path.write_bytes(raw)
+    run_to_end(start, again)
+
+
+def test_a_model_that_changed_after_the_job_was_made_is_not_trained(start: Start, job: Job) -> None:
+    _, digest = file_digest_here(job.model)
+    assert "has changed" in fails(start, attrs.evolve(job, weights="0" * 64), "model").message
+    run_to_end(start, attrs.evolve(job, weights=digest.hex()))
 
 
 def test_an_adapter_that_cannot_be_written_loses_nothing(start: Start, job: Job, tmp_path: Path) -> None:

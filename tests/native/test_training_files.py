@@ -20,7 +20,8 @@ def numbers(*values: float) -> list[memoryview[float]]:
 
 
 def save(folder: Path, parts: list[memoryview[float]], **changes: Any) -> None:
-    facts: dict[str, Any] = {"step": 7, "steps": 20, "base": "f32", "settings": Settings(), "model": "m", "data": "d"}
+    facts: dict[str, Any] = {"step": 7, "steps": 20, "base": "f32", "settings": Settings(), "model": "m"}
+    facts |= {"weights": "w", "data": "d"}
     write_checkpoint(str(folder), parts, **{**facts, **changes})
 
 
@@ -89,16 +90,17 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     save(tmp_path, numbers(1.0))
     info = checkpoint_info(tmp_path)
     assert info is not None
-    info.check_resumable(Settings(threads=3, checkpoint_every=2), model="m", data="d")
-    for settings, model, data, words in [
-        (Settings(), "x", "d", "another model"),
-        (Settings(), "m", "x", "other data"),
-        (Settings(rank=4), "m", "d", "rank 16, not 4"),
-        (Settings(modules=("attn_q",)), "m", "d", "modules"),
-        (Settings(base="native"), "m", "d", "f32 base, not native"),
+    info.check_resumable(Settings(threads=3, checkpoint_every=2), model="m", weights="w", data="d")
+    for settings, model, weights, data, words in [
+        (Settings(), "x", "w", "d", "another model"),
+        (Settings(), "m", "x", "d", "other weights"),
+        (Settings(), "m", "w", "x", "other data"),
+        (Settings(rank=4), "m", "w", "d", "rank 16, not 4"),
+        (Settings(modules=("attn_q",)), "m", "w", "d", "modules"),
+        (Settings(base="native"), "m", "w", "d", "f32 base, not native"),
     ]:
         with pytest.raises(TrainingError, match=words):
-            info.check_resumable(settings, model=model, data=data)
+            info.check_resumable(settings, model=model, weights=weights, data=data)
     with pytest.raises(TrainingError, match="another adapter"):
         read_checkpoint(str(tmp_path), numbers(1.0, 2.0))
     with pytest.raises(TrainingError, match="there is no checkpoint"):

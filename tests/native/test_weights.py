@@ -13,8 +13,9 @@ import pytest
 import trio
 import trio.testing
 
+from laneway.decoder import ModelLoadError
 from laneway_native import _weights
-from laneway_native._weights import Stamp, WeightFile, recall, remember, stamp_of
+from laneway_native._weights import Stamp, WeightFile, file_digest, file_digest_here, recall, remember, stamp_of
 
 SIZE = 1000
 PIECE = 300
@@ -419,3 +420,30 @@ async def test_a_waiting_task_goes_on_where_a_cancelled_one_has_stopped(
         slow.go.release(5)
     assert found == [expected]
     assert sorted(slow.asked) == [0, 0, 300, 600, 900]
+
+
+async def test_the_digest_of_a_file_as_it_is(path: Path, read: list[int]) -> None:
+    first = await file_digest(str(path))
+    assert read == [0, 300, 600, 900]
+    assert first == await loaded(path).digest()
+    assert file_digest_here(str(path)) == (stamp_of(str(path)), first)
+    write_over(path, content(SIZE - 1))
+    assert await file_digest(str(path)) != first
+
+
+async def test_no_digest_of_a_file_that_changes_or_has_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = _weights.digest_piece
+
+    def changing(name: str, stamp: Stamp, begin: int) -> bytes:
+        if begin == PIECE:
+            write_over(path, content(0))
+        return real(name, stamp, begin)
+
+    monkeypatch.setattr(_weights, "digest_piece", changing)
+    with pytest.raises(ModelLoadError, match="changed while"):
+        await file_digest(str(path))
+    with pytest.raises(ModelLoadError, match="changed while"):
+        file_digest_here(str(path))
+    remove(path)
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        await file_digest(str(path))

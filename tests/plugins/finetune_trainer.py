@@ -191,6 +191,7 @@ class ScriptedTrainer:
         self.shortage: str | None = None
         self.fail_to_open: OSError | None = None
         self.children: list[ScriptedChild] = []
+        self.weights = "digest of the weights"
         self.planned: list[tuple[FinetuneRequest, int | None]] = []
         """What was planned, with the longest sequence."""
 
@@ -203,6 +204,10 @@ class ScriptedTrainer:
         await trio.lowlevel.checkpoint()
         self.planned.append((request, longest))
         return Plan(model_path="scripted.gguf", fingerprint=model.name, threads=2, need=1000)
+
+    async def digest_weights(self, plan: Plan) -> str:
+        await trio.lowlevel.checkpoint()
+        return self.weights
 
     async def check_memory(self, plan: Plan) -> None:
         await trio.lowlevel.checkpoint()

@@ -236,6 +236,7 @@ async def test_the_job_says_what_was_asked_for(b: Bench, autojump_clock: trio.te
         "modules": ["attn_v"],
         "threads": 2,
         "model": "scripted.gguf",
+        "weights": "digest of the weights",
         "data": str(folder / "train.jsonl"),
         "validation": None,
         "output": str(b.output),
@@ -852,6 +853,34 @@ async def test_resuming_on_another_model_is_refused(b: Bench, autojump_clock: tr
     with pytest.raises(FinetuneError, match="of another model"):
         async with finetune.resume(other, output=b.output):
             pass
+
+
+async def test_resuming_on_other_weights_is_refused(b: Bench, autojump_clock: trio.testing.MockClock) -> None:
+    await paused(b)
+    digest, b.trainer.weights = b.trainer.weights, "another digest"
+    children = len(b.trainer.children)
+    with pytest.raises(FinetuneError, match="of other weights"):
+        async with b.resume():
+            pass
+    assert len(b.trainer.children) == children
+    assert b.state() == "paused"
+    b.trainer.weights = digest
+    async with b.resume() as training:
+        assert (await training.result()).state == "completed"
+
+
+async def test_a_paused_training_of_which_no_weights_are_recorded_is_refused(
+    b: Bench, autojump_clock: trio.testing.MockClock
+) -> None:
+    await paused(b)
+    path = b.output.with_name("adapter.gguf.training") / "training.json"
+    record = json.loads(path.read_text())
+    del record["weights"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(FinetuneError, match="earlier version of Laneway"):
+        async with b.resume():
+            pass
+    assert b.state() == "paused"
 
 
 async def test_resuming_needs_the_data_no_more(b: Bench, autojump_clock: trio.testing.MockClock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -130,6 +131,29 @@ async def test_paused_and_resumed_is_as_unbroken(tiny: Path, text: Path, tmp_pat
     assert steps_of(second) == steps_of(whole)
     assert losses_of(second) == pytest.approx(losses_of(whole), rel=1e-4)
     assert output.stat().st_size == (tmp_path / "whole.gguf").stat().st_size
+
+
+def changed_weights(path: Path) -> bytes:
+    """The file of a model with one bit of its weights turned."""
+    raw = path.read_bytes()
+    return raw[:-1] + bytes([raw[-1] ^ 1])
+
+
+async def test_it_is_not_resumed_on_other_weights_under_the_same_header(tiny: Path, text: Path, tmp_path: Path) -> None:
+    path, output = tmp_path / "own.gguf", tmp_path / "adapter.gguf"
+    shutil.copyfile(tiny, path)
+    async with loaded(path) as model:
+        async with finetune.start(model, dataset=text, output=output, **SETTINGS) as training:
+            await anext(training)
+            assert await training.pause() == "paused"
+    path.write_bytes(changed_weights(tiny))
+    async with loaded(path) as model:
+        with pytest.raises(FinetuneError, match="of other weights"):
+            async with finetune.resume(model, output=output):
+                pass
+    shutil.copyfile(tiny, path)
+    async with loaded(path) as model, finetune.resume(model, output=output) as training:
+        assert (await training.result()).state == "completed"
 
 
 def steps_of(result: FinetuneResult) -> list[int]:

@@ -21,6 +21,7 @@ from laneway.decoder import InvalidRequestError, ModelLoadError
 from laneway_native._gguf import GgufHeader, check_gguf
 from laneway_native._log import follow_level
 from laneway_native._machine import default_threads
+from laneway_native._weights import file_digest_here, stamp_of
 from laneway_native.training._files import (
     Data,
     checkpoint_info,
@@ -133,6 +134,10 @@ def run(job: Job, report: _Reporter, pause: threading.Event) -> None:
         raise TrainingError("checkpoint", f"there is no checkpoint in {job.checkpoint} to resume from")
     follow_level()
     header = check_gguf(job.model)
+    stamp, digest = file_digest_here(job.model)
+    weights = digest.hex()
+    if job.weights not in (None, weights):
+        raise TrainingError("model", f"{job.model} has changed since the training was asked for; load the model again")
 
     def read(path: str) -> Data:
         return read_data(path, context_length=settings.context_length, vocabulary=header.vocabulary_size)
@@ -141,7 +146,7 @@ def run(job: Job, report: _Reporter, pause: threading.Event) -> None:
     validation = read(job.validation) if job.validation is not None else None
     longest = max(data.longest, validation.longest if validation else 0)
     if there is not None:
-        there.check_resumable(settings, model=header.sha256, data=data.digest)
+        there.check_resumable(settings, model=header.sha256, weights=weights, data=data.digest)
         # Whatever memory would allow now: the losses shall be those of the run that was begun.
         settings = attrs.evolve(settings, base=there.base)
     chosen = plan(header, settings, longest=longest)
@@ -157,7 +162,9 @@ def run(job: Job, report: _Reporter, pause: threading.Event) -> None:
         most_tokens=pass_tokens(settings, longest),
     ) as trainer:
         trainer.load()
-        _train(job, trainer, chosen, header, data, validation, report, pause)
+        if stamp_of(job.model) != stamp:
+            raise TrainingError("model", f"{job.model} changed while it was loaded; try again when it is complete")
+        _train(job, trainer, chosen, header, weights, data, validation, report, pause)
 
 
 def _train(
@@ -165,6 +172,7 @@ def _train(
     trainer: Trainer,
     chosen: Plan,
     header: GgufHeader,
+    weights: str,
     data: Data,
     validation: Data | None,
     report: _Reporter,
@@ -191,6 +199,7 @@ def _train(
                 base=chosen.base,
                 settings=settings,
                 model=header.sha256,
+                weights=weights,
                 data=data.digest,
             )
         except OSError as error:

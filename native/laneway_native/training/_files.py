@@ -126,6 +126,8 @@ class CheckpointInfo:
     settings: dict[str, Any]
     model: str
     """Digest of the model's header."""
+    weights: str
+    """Digest of the model's whole file."""
     data: str
     """Digest of the data file."""
     numbers: int
@@ -133,10 +135,12 @@ class CheckpointInfo:
     digest: str
     """Of these numbers."""
 
-    def check_resumable(self, settings: Settings, *, model: str, data: str) -> None:
+    def check_resumable(self, settings: Settings, *, model: str, weights: str, data: str) -> None:
         """Raise :class:`TrainingError` if a run of these settings would not be the one that was begun."""
         if self.model != model:
             raise TrainingError("checkpoint", "the checkpoint is of another model")
+        if self.weights != weights:
+            raise TrainingError("checkpoint", "the checkpoint is of other weights of this model")
         if self.data != data:
             raise TrainingError("checkpoint", "the checkpoint is of a run on other data")
         for name, value in settings.as_dict().items():
@@ -161,6 +165,7 @@ def write_checkpoint(
     base: Literal["f32", "native"],
     settings: Settings,
     model: str,
+    weights: str,
     data: str,
 ) -> None:
     """Put a checkpoint in the place of the one there is.  ``numbers``: the adapter's, and its two moments'."""
@@ -173,6 +178,7 @@ def write_checkpoint(
         base=base,
         settings=settings.as_dict(),
         model=model,
+        weights=weights,
         data=data,
         numbers=len(numbers[0]),
         digest=digest.hexdigest(),

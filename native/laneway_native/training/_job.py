@@ -136,6 +136,10 @@ class Job:
     """A folder; made if it is not there."""
     validation: str | None = attrs.field(default=None, validator=attrs.validators.optional(_path))
     """A file like ``data``."""
+    weights: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.instance_of(str))
+    )
+    """The digest, in hexadecimal digits, that the model's file must have; None: any."""
     resume: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     settings: Settings = attrs.field(factory=Settings, validator=attrs.validators.instance_of(Settings))
 
