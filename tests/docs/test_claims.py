@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import attrs
 import pytest
@@ -34,18 +35,24 @@ from laneway_plugins import (
 )
 from tests.docs.pages import DOCS
 
-OPTIONS = {field.name: field.default for field in attrs.fields(llama.LlamaOptions)}
-NMT = {field.name: field.default for field in attrs.fields(nmt.NmtOptions)}
+OPTIONS: dict[str, Any] = {field.name: field.default for field in attrs.fields(llama.LlamaOptions)}
+NMT: dict[str, Any] = {field.name: field.default for field in attrs.fields(nmt.NmtOptions)}
 RETENTION = laneway.CacheRetention()
 WORDS = {2: "two", 3: "three", 4: "four", 7: "seven"}
+
+
+def size(name: str) -> str:
+    """Of a model of the catalogue."""
+    return f"{(CATALOGUE[name].size or 0) / 1e6:.0f} MB"
 
 
 def ranges(name: str) -> str:
     """``low to high`` of a field of Sampling, as its validator has it."""
     found = []
     for value in (-100.0, -2.0, -1.0, 0.0, 0.01, 1.0, 2.0, 10.0, 20, 100.0, 1000.0):
+        fields: dict[str, Any] = {name: int(value) if name == "top_logprobs" else value}
         try:
-            Sampling(**{name: int(value) if name == "top_logprobs" else value})
+            Sampling(**fields)
         except laneway.InvalidRequestError:
             continue
         found.append(value)
@@ -60,8 +67,8 @@ API, ERRORS, TESTING = "reference/api.md", "reference/errors.md", "reference/tes
 
 CLAIMS = [
     (README, f"at most `parallel` at once, {_admission.QUEUE_LIMIT} waiting, the next one refused"),
-    (README, f"fetches a model of {CATALOGUE['smollm2'].size / 1e6:.0f} MB"),
-    ("tutorial/first-answers.md", f"fetches SmolLM2-135M-Instruct ({CATALOGUE['smollm2'].size / 1e6:.0f} MB)"),
+    (README, f"fetches a model of {size('smollm2')}"),
+    ("tutorial/first-answers.md", f"fetches SmolLM2-135M-Instruct ({size('smollm2')})"),
     (EMBED, f"at most `queue_limit` of them ({_admission.QUEUE_LIMIT} by default)"),
     (EMBED, f"Once {_outbox.PAUSE_AT} events are unread, decoding of this request stops until half of them are read"),
     (EMBED, f"remembers an unknown id for {_registry.REMEMBERED_SECONDS:.0f} s"),
@@ -69,8 +76,8 @@ CLAIMS = [
     (EMBED, f"one text of {_template_budget.MAX_VALUE >> 20} MiB more than the chat itself has"),
     (CONVERSATIONS, f"bounded to {(RETENTION.max_bytes or 0) >> 30} GiB together"),
     (CONVERSATIONS, f"to {WORDS[round((RETENTION.max_idle or 0) / 86400)]} days without use"),
-    (MODELS, f"SmolLM2 135M Instruct, Q4_1, {CATALOGUE['smollm2'].size / 1e6:.0f} MB"),
-    (MODELS, f"Gemma 3 270M base, Q4_K_M, {CATALOGUE['gemma3-270m'].size / 1e6:.0f} MB"),
+    (MODELS, f"SmolLM2 135M Instruct, Q4_1, {size('smollm2')}"),
+    (MODELS, f"Gemma 3 270M base, Q4_K_M, {size('gemma3-270m')}"),
     (MODELS, f"None gives each {llama.DEFAULT_WINDOW}, or what the model was trained on if that is less"),
     (MODELS, f"more than {_policy.MOST_UNIFIED_CELLS:,} cells"),
     (FINETUNE, " or ".join(", ".join(f"`{one}`" for one in sorted(_finetune_formats.SUFFIXES)).rsplit(", ", 1))),
@@ -130,6 +137,19 @@ def test_both_figures_of_penalties_have_one_range() -> None:
 def test_keys_that_are_passed_over_are_listed() -> None:
     (listed,) = re.findall(r"The keys (.*?) are passed over", text_of(FINETUNE))
     assert set(re.findall(r"`(\w+)`", listed)) == _finetune_formats._ABOUT
+
+
+def test_every_scope_is_explained_to_authors_of_plugins() -> None:
+    page = (DOCS / PLUGIN).read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {scope.value for scope in laneway.Scope}
+    assert {use.value for use in laneway.Use} <= set(re.findall(r"`(\w+)`", page.split("`use` says")[1]))
+
+
+@pytest.mark.parametrize("page", [PLUGIN, FINETUNE])
+def test_the_wait_without_a_bound_is_told_with_what_to_do_about_it(page: str) -> None:
+    text = text_of(page)
+    for told in ("without a bound", "deadline around", "`queue_timeout`", "second copy of the model", "contract.md#a5"):
+        assert told in text
 
 
 def test_architectures_that_can_be_trained_are_listed() -> None:
