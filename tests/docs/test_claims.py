@@ -12,9 +12,11 @@ from typing import Any
 
 import attrs
 import pytest
+from click.testing import CliRunner
 
 import laneway
 from laneway import _admission, _decode_loop, _outbox, _registry, threads
+from laneway._cli import main as program
 from laneway._sources import CATALOGUE
 from laneway.decoder import BatchPolicy, Sampling
 from laneway.testing import check_plugin
@@ -182,3 +184,42 @@ def test_what_a_checked_plugin_runs_on_is_the_one_of_the_page() -> None:
     assert {name: [value.replace(" ", "") for value in values] for name, values in found.items()} == {
         name: [value] for name, value in options.items()
     }
+
+
+def help_of(*names: str) -> str:
+    """The help of a command on one line."""
+    done = CliRunner().invoke(program, [*names, "--help"], prog_name="laneway")
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+HELP = {field.name: field.default for field in attrs.fields(finetune.FinetuneRequest)}
+PLAIN = ("rank", "epochs", "context_length", "batch", "learning_rate", "schedule", "warmup", "weight_decay", "seed")
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "checkpoint_every"])
+def test_the_help_of_finetune_has_the_defaults_of_the_request(name: str) -> None:
+    option = re.escape(f"--{name.replace('_', '-')} ")
+    (shown,) = re.findall(rf"{option}(?:(?! --).)*?\(default: ([^)]*)\)", help_of("finetune"))
+    assert shown == str(HELP[name])
+
+
+def test_the_help_of_finetune_tells_of_defaults_that_are_worked_out() -> None:
+    text = help_of("finetune")
+    assert "(default: twice the rank)" in text
+    request = finetune.FinetuneRequest(dataset="data.jsonl", output="a.gguf", rank=5)
+    assert (request.alpha, request.scaling) == (None, 10.0)
+    assert HELP["base"] == "auto"
+    assert "(default: native)" in text
+    assert HELP["modules"] is None
+    assert HELP["format"] == "auto"
+
+
+def test_the_help_of_prune_has_the_bounds_of_automatic_caches() -> None:
+    text = help_of("cache", "prune")
+    assert f"(default: {(RETENTION.max_bytes or 0) >> 30} GiB)" in text
+    assert f"(default: {(RETENTION.max_idle or 0) / 86400:.0f}d)" in text
+
+
+def test_the_help_of_run_has_the_default_of_sampling() -> None:
+    assert f"(default: {Sampling().temperature})" in help_of("run")
