@@ -129,7 +129,7 @@ class ContextOverflowError(LanewayError):
 
 @attrs.define(slots=False, eq=False)
 class InvalidRequestError(LanewayError):
-    """The request itself is wrong, on every engine and at any time.  ``field`` names the culprit, if there is one."""
+    """The request is wrong, or this model can never do what it asks for.  ``field`` names the wrong field, or is None."""
 
     reason: str
     field: str | None = None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import attrs
 import pytest
+from click.testing import CliRunner
 
 import laneway
 from laneway import _admission, _decode_loop, _outbox, _registry, threads
+from laneway._cli import main as program
 from laneway._sources import CATALOGUE
 from laneway.decoder import BatchPolicy, Sampling
 from laneway.testing import check_plugin
@@ -34,18 +37,24 @@ from laneway_plugins import (
 )
 from tests.docs.pages import DOCS
 
-OPTIONS = {field.name: field.default for field in attrs.fields(llama.LlamaOptions)}
-NMT = {field.name: field.default for field in attrs.fields(nmt.NmtOptions)}
+OPTIONS: dict[str, Any] = {field.name: field.default for field in attrs.fields(llama.LlamaOptions)}
+NMT: dict[str, Any] = {field.name: field.default for field in attrs.fields(nmt.NmtOptions)}
 RETENTION = laneway.CacheRetention()
 WORDS = {2: "two", 3: "three", 4: "four", 7: "seven"}
+
+
+def size(name: str) -> str:
+    """Of a model of the catalogue."""
+    return f"{(CATALOGUE[name].size or 0) / 1e6:.0f} MB"
 
 
 def ranges(name: str) -> str:
     """``low to high`` of a field of Sampling, as its validator has it."""
     found = []
     for value in (-100.0, -2.0, -1.0, 0.0, 0.01, 1.0, 2.0, 10.0, 20, 100.0, 1000.0):
+        fields: dict[str, Any] = {name: int(value) if name == "top_logprobs" else value}
         try:
-            Sampling(**{name: int(value) if name == "top_logprobs" else value})
+            Sampling(**fields)
         except laneway.InvalidRequestError:
             continue
         found.append(value)
@@ -60,8 +69,8 @@ API, ERRORS, TESTING = "reference/api.md", "reference/errors.md", "reference/tes
 
 CLAIMS = [
     (README, f"at most `parallel` at once, {_admission.QUEUE_LIMIT} waiting, the next one refused"),
-    (README, f"fetches a model of {CATALOGUE['smollm2'].size / 1e6:.0f} MB"),
-    ("tutorial/first-answers.md", f"fetches SmolLM2-135M-Instruct ({CATALOGUE['smollm2'].size / 1e6:.0f} MB)"),
+    (README, f"fetches a model of {size('smollm2')}"),
+    ("tutorial/first-answers.md", f"fetches SmolLM2-135M-Instruct ({size('smollm2')})"),
     (EMBED, f"at most `queue_limit` of them ({_admission.QUEUE_LIMIT} by default)"),
     (EMBED, f"Once {_outbox.PAUSE_AT} events are unread, decoding of this request stops until half of them are read"),
     (EMBED, f"remembers an unknown id for {_registry.REMEMBERED_SECONDS:.0f} s"),
@@ -69,8 +78,8 @@ CLAIMS = [
     (EMBED, f"one text of {_template_budget.MAX_VALUE >> 20} MiB more than the chat itself has"),
     (CONVERSATIONS, f"bounded to {(RETENTION.max_bytes or 0) >> 30} GiB together"),
     (CONVERSATIONS, f"to {WORDS[round((RETENTION.max_idle or 0) / 86400)]} days without use"),
-    (MODELS, f"SmolLM2 135M Instruct, Q4_1, {CATALOGUE['smollm2'].size / 1e6:.0f} MB"),
-    (MODELS, f"Gemma 3 270M base, Q4_K_M, {CATALOGUE['gemma3-270m'].size / 1e6:.0f} MB"),
+    (MODELS, f"SmolLM2 135M Instruct, Q4_1, {size('smollm2')}"),
+    (MODELS, f"Gemma 3 270M base, Q4_K_M, {size('gemma3-270m')}"),
     (MODELS, f"None gives each {llama.DEFAULT_WINDOW}, or what the model was trained on if that is less"),
     (MODELS, f"more than {_policy.MOST_UNIFIED_CELLS:,} cells"),
     (FINETUNE, " or ".join(", ".join(f"`{one}`" for one in sorted(_finetune_formats.SUFFIXES)).rsplit(", ", 1))),
@@ -132,6 +141,19 @@ def test_keys_that_are_passed_over_are_listed() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == _finetune_formats._ABOUT
 
 
+def test_every_scope_is_explained_to_authors_of_plugins() -> None:
+    page = (DOCS / PLUGIN).read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {scope.value for scope in laneway.Scope}
+    assert {use.value for use in laneway.Use} <= set(re.findall(r"`(\w+)`", page.split("`use` says")[1]))
+
+
+@pytest.mark.parametrize("page", [PLUGIN, FINETUNE])
+def test_the_wait_without_a_bound_is_told_with_what_to_do_about_it(page: str) -> None:
+    text = text_of(page)
+    for told in ("without a bound", "deadline around", "`queue_timeout`", "second copy of the model", "contract.md#a5"):
+        assert told in text
+
+
 def test_architectures_that_can_be_trained_are_listed() -> None:
     (listed,) = re.findall(r"Architectures (.*?), in one GGUF file", text_of(TRAINING))
     assert set(re.findall(r"`(\w+)`", listed)) == set(ARCHITECTURES)
@@ -162,3 +184,42 @@ def test_what_a_checked_plugin_runs_on_is_the_one_of_the_page() -> None:
     assert {name: [value.replace(" ", "") for value in values] for name, values in found.items()} == {
         name: [value] for name, value in options.items()
     }
+
+
+def help_of(*names: str) -> str:
+    """The help of a command on one line."""
+    done = CliRunner().invoke(program, [*names, "--help"], prog_name="laneway")
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+HELP = {field.name: field.default for field in attrs.fields(finetune.FinetuneRequest)}
+PLAIN = ("rank", "epochs", "context_length", "batch", "learning_rate", "schedule", "warmup", "weight_decay", "seed")
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "checkpoint_every"])
+def test_the_help_of_finetune_has_the_defaults_of_the_request(name: str) -> None:
+    option = re.escape(f"--{name.replace('_', '-')} ")
+    (shown,) = re.findall(rf"{option}(?:(?! --).)*?\(default: ([^)]*)\)", help_of("finetune"))
+    assert shown == str(HELP[name])
+
+
+def test_the_help_of_finetune_tells_of_defaults_that_are_worked_out() -> None:
+    text = help_of("finetune")
+    assert "(default: twice the rank)" in text
+    request = finetune.FinetuneRequest(dataset="data.jsonl", output="a.gguf", rank=5)
+    assert (request.alpha, request.scaling) == (None, 10.0)
+    assert HELP["base"] == "auto"
+    assert "(default: native)" in text
+    assert HELP["modules"] is None
+    assert HELP["format"] == "auto"
+
+
+def test_the_help_of_prune_has_the_bounds_of_automatic_caches() -> None:
+    text = help_of("cache", "prune")
+    assert f"(default: {(RETENTION.max_bytes or 0) >> 30} GiB)" in text
+    assert f"(default: {(RETENTION.max_idle or 0) / 86400:.0f}d)" in text
+
+
+def test_the_help_of_run_has_the_default_of_sampling() -> None:
+    assert f"(default: {Sampling().temperature})" in help_of("run")

@@ -58,7 +58,8 @@ def test_it_asks_for_the_python_that_the_package_asks_for() -> None:
 
 
 def test_the_summary_of_the_tests_says_why_some_were_skipped() -> None:
-    assert "-rs" in PROJECT["tool"]["pytest"]["addopts"]
+    # Failures and errors, which are shown by default, and skips.
+    assert "-rfEs" in PROJECT["tool"]["pytest"]["addopts"]
     bare = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
