@@ -129,7 +129,7 @@ class ContextOverflowError(LanewayError):
 
 @attrs.define(slots=False, eq=False)
 class InvalidRequestError(LanewayError):
-    """The request is wrong, or this model can never do what it asks for.  ``field`` names the wrong field, or is None."""
+    """The request is wrong, or this model can never do what it asks for.  ``field`` names the wrong field, if any."""
 
     reason: str
     field: str | None = None
