@@ -472,7 +472,7 @@ class Registry:
         return scope is not Scope.NONE or request.started_at is None
 
     def run_dropped(self, request: Request) -> None:
-        """The run of a live request was collected as garbage, in whatever thread and at whatever moment."""
+        """The run of a live request was collected as garbage, in any thread and at any moment."""
         try:
             self._token.run_sync_soon(self._end_dropped, request)
         except trio.RunFinishedError:

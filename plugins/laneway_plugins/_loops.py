@@ -33,7 +33,7 @@ def longest_translation(tokens: int) -> int:
 def repeats_at_end(text: str) -> int:
     """How often one unit stands at the end of ``text``, if that is a loop by length and number; else 0."""
     window = text[-_WINDOW:]
-    # Whatever the unit is, the last characters stand there as often; counting them is quick, and nearly always enough.
+    # The last characters stand there as often as any unit; counting them is quick, and nearly always enough.
     if window.count(window[-_PROBE:]) < LEAST_REPEATS:
         return 0
     backward = window[::-1]

@@ -145,7 +145,7 @@ def _numbers(budget: Budget, value: Any, given: tuple[Any, ...]) -> Any:
 
 
 def _text(method: str) -> Charge:
-    """Filters that do what a method of ``str`` does, to whatever they are given as text."""
+    """Filters that do what a method of ``str`` does, on their value as text."""
 
     def charge(budget: Budget, value: Any, given: tuple[Any, ...]) -> Any:
         for one in (value, *given):

@@ -1,4 +1,4 @@
-"""Standard streams that a command can rely on, whatever the program was started with.
+"""Standard streams that a command can rely on, also where the program was started without them.
 
 A stream may be closed (``<&-``), may lead to a full disk, and may have an encoding that lacks most characters.  Here is
 the one place where this is dealt with, before a command begins and after it has ended.
@@ -99,7 +99,7 @@ def prepared() -> Iterator[None]:
 def _fill_descriptors() -> None:
     """Give 0, 1 and 2 to the null device where they are closed.
 
-    The next file that is opened would get the number otherwise, and whatever C code prints would be written into it.
+    The next file that is opened would get the number otherwise, and the output of C code would be written into it.
     """
     for descriptor in range(3):
         try:
