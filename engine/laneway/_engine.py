@@ -447,8 +447,9 @@ class Engine:
         """Cancel a request by its id and return how many requests end because of this call (rule C3).
 
         A waiter has left the queue when this returns, a running request leaves at the next step.  A request that is
-        cancelling already counts 0 and keeps its first reason.  An id that no live request has is remembered for 30 s,
-        and ends the request that comes with it (rule C5).
+        cancelling already counts 0 and keeps its first reason.  A request in its teardown counts 0 and keeps its
+        outcome.  An id that no live request has is remembered for 30 s, and ends the request that comes with it (rule
+        C5).
         """
         self._home.check()
         return self._registry.cancel(request_id, reason)
@@ -607,6 +608,7 @@ class _OpenRun:
                 await _outlast(self._live.ended)
             if self._live.state is State.FAILED:
                 failure = self._run.unseen_error()  # its handler had failed before, and was in its teardown
+        self._live.attached = False
         if failure is None:
             return
         if error is None:

@@ -471,17 +471,22 @@ class Registry:
         self._cancel_one(request, "its caller left the block")
         return scope is not Scope.NONE or request.started_at is None
 
-    def run_dropped(self, request: Request) -> None:
-        """The run of a live request was collected as garbage, in any thread and at any moment."""
+    def run_dropped(self, request: Request, failure: BaseException | None) -> None:
+        """A run was collected as garbage before its block was left, in any thread and at any moment.
+
+        ``failure``: what the request has ended with, if no reader has seen it.
+        """
         try:
-            self._token.run_sync_soon(self._end_dropped, request)
+            self._token.run_sync_soon(self._end_dropped, request, failure)
         except trio.RunFinishedError:
             # The loop has ended, and with it everything that the request could hold.
             return
 
     @trio.lowlevel.enable_ki_protection
-    def _end_dropped(self, request: Request) -> None:
-        if request.ended.is_set() or not request.attached:
+    def _end_dropped(self, request: Request, failure: BaseException | None) -> None:
+        if failure is not None and not isinstance(failure, InferenceCancelledError):
+            log.error("request=%s was dropped, and no reader has seen its failure", request.id, exc_info=failure)
+        if request.ended.is_set():
             return
         log.warning("request=%s was dropped: nothing can read it, and its block was never left", request.id)
         self.leave(request)

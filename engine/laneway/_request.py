@@ -40,7 +40,7 @@ class Request:
     state: State = State.NEW
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     attached: bool = True
-    """False once the caller has left a request that goes on without it (rule C1)."""
+    """False once the caller has left its block; the request may go on without it (rule C1)."""
     cancel_reason: str | None = None
     cancel_asked: bool = False
     """The end was asked for, with ``cancel()`` or ``cancel_all()``: nothing of what it has made is wanted."""

@@ -27,7 +27,7 @@ class Run:
     error from the iteration, and again from :meth:`result`.  One task at a time may iterate or await the result.
     """
 
-    def __init__(self, request: Request, on_dropped: Callable[[Request], None]) -> None:
+    def __init__(self, request: Request, on_dropped: Callable[[Request, BaseException | None], None]) -> None:
         self._request = request
         self._on_dropped = on_dropped
         self._busy = False
@@ -35,9 +35,10 @@ class Run:
         self._done_given = False
 
     def __del__(self) -> None:
-        # Its block was entered by hand and never left: nothing else would end what only this object can read.
-        if not self._request.ended.is_set():
-            self._on_dropped(self._request)
+        # If its block was entered by hand and never left, only this object could end the request or tell its failure.
+        failure = self.unseen_error()
+        if self._request.attached and (failure is not None or not self._request.ended.is_set()):
+            self._on_dropped(self._request, failure)
 
     def __repr__(self) -> str:
         request = self._request
@@ -128,7 +129,7 @@ class Run:
             raise self._request.error
 
     def unseen_error(self) -> BaseException | None:
-        """The failure of an ended run, if nobody has been told yet (rule R4)."""
+        """The failure of an ended run, if no reader has been told yet (rule R4)."""
         if self._error_seen or not self._request.settled.is_set():
             return None
         return self._request.error

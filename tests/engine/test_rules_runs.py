@@ -420,6 +420,41 @@ async def test_R3_a_run_that_is_dropped_without_leaving_its_block_ends(
             await run.result()
 
 
+@pytest.mark.parametrize("seen", [False, True])
+async def test_R3_R4_the_failure_of_a_run_that_is_dropped_is_logged_unless_a_reader_has_seen_it(
+    seen: bool, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(ctx: laneway.RequestContext) -> None:
+        raise ValueError("a bug")
+
+    async with bench(parallel=1) as b:
+        runs = [await b.run("body", Body(fails), request_id="dropped").__aenter__()]
+        await b.engine.wait_ended("dropped")
+        if seen:
+            with pytest.raises(ValueError, match="a bug"):
+                await runs[0].result()
+        runs.clear()
+        gc.collect()
+        await trio.testing.wait_all_tasks_blocked()
+        logged = [record for record in caplog.records if record.exc_info and "dropped" in record.getMessage()]
+        assert [str(record.exc_info[1]) for record in logged if record.exc_info] == ([] if seen else ["a bug"])
+
+
+async def test_R4_a_failure_that_leaving_the_block_has_raised_is_not_logged_again(
+    autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(ctx: laneway.RequestContext) -> None:
+        raise ValueError("a bug")
+
+    async with bench(parallel=1) as b:
+        with pytest.raises(ValueError, match="a bug"):
+            async with b.run("body", Body(fails), request_id="left"):
+                await b.engine.wait_ended("left")
+        gc.collect()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_R3_a_run_that_is_dropped_in_another_thread_ends(autojump_clock: trio.testing.MockClock) -> None:
     async with bench(parallel=1) as b:
         runs = [await b.run("generate", Generate(PROMPT, None), request_id="dropped").__aenter__()]
