@@ -263,29 +263,43 @@ def _single(value: float) -> float:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 _PIECE = 1 << 22
-_NUMBER_BYTES = {0: 4, 1: 2, 30: 2}
-"""Bytes of a number of the types F32, F16 and BF16."""
+_F16 = 1
+_NUMBERS = {
+    0: (0, 4, (0,)),
+    1: (1, 2, (0,)),
+    30: (30, 2, (0,)),
+    2: (1, 18, (0,)),
+    3: (1, 20, (0, 2)),
+    6: (1, 22, (0,)),
+    7: (1, 24, (0, 2)),
+    8: (1, 34, (0,)),
+    20: (1, 18, (0,)),
+}
+"""By type of tensor: what its floating-point numbers are (0: F32, 1: F16, 30: BF16), bytes from one to the next, and
+where in these they are.  F32, F16 and BF16 hold nothing else; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL hold a scale a
+block, and some of them an offset."""
 
 
 def _check_numbers(file: File) -> None:
-    """No number is NaN or infinite.
+    """No number is NaN or infinite, and no scale of a block, in the types of :data:`_NUMBERS`.
 
     Where a product works on quantised activations, NaN can become an ordinary number there.  It would spoil answers
     without an error, so it is looked for here.
     """
     start = padded(file.table_end, file.alignment)
     for tensor in file.tensors.values():
-        size = _NUMBER_BYTES.get(tensor.type)
-        if size is None or tensor.name.endswith(_NORM):
+        numbers = _NUMBERS.get(tensor.type)
+        if numbers is None or tensor.name.endswith(_NORM):
             continue
-        begin = start + tensor.offset
-        if any(_holds_non_finite(raw, tensor.type) for raw in _pieces(file, begin, tensor.size)):
+        kind, stride, places = numbers
+        pieces = _pieces(file, start + tensor.offset, tensor.size, _PIECE // stride * stride)
+        if any(_holds_non_finite(raw, kind, stride, place) for raw in pieces for place in places):
             raise Refused(f"tensor {tensor.name!r} holds NaN or infinity: the file is damaged; fetch it again")
 
 
-def _pieces(file: File, begin: int, size: int) -> Iterator[bytes]:
-    for at in range(begin, begin + size, _PIECE):
-        yield file.data[at : min(at + _PIECE, begin + size)]
+def _pieces(file: File, begin: int, size: int, step: int) -> Iterator[bytes]:
+    for at in range(begin, begin + size, step):
+        yield file.data[at : min(at + step, begin + size)]
 
 
 _F16_FULL = bytes((byte & 0x7C) == 0x7C for byte in range(256))
@@ -294,15 +308,15 @@ _F32_FULL = bytes((byte & 0x7F) == 0x7F for byte in range(256))
 """The same of F32 and BF16, whose exponent has one more bit in the next byte."""
 
 
-def _holds_non_finite(raw: bytes, kind: int) -> bool:
-    size = _NUMBER_BYTES[kind]
-    upper = raw[size - 1 :: size]
-    if kind == 1:
+def _holds_non_finite(raw: bytes, kind: int, stride: int, place: int) -> bool:
+    last = place + (3 if kind == 0 else 1)
+    upper = raw[last::stride]
+    if kind == _F16:
         return 1 in upper.translate(_F16_FULL)
     full = upper.translate(_F32_FULL)
     at = full.find(1)
     while at >= 0:
-        if raw[at * size + size - 2] & 0x80:
+        if raw[at * stride + last - 1] & 0x80:
             return True
         at = full.find(1, at + 1)
     return False

@@ -1,7 +1,7 @@
 """The GGUF container: header, metadata, tensor table and the layout of the data, read without believing any of it.
 
 No length and no count is believed before it has been compared with the size of the file.  What the contents mean is not
-looked at here: see :mod:`laneway_native._gguf` for models and :mod:`laneway_native._gguf_adapter` for adapters.
+looked at here: see :mod:`laneway_native._gguf` for models and :mod:`laneway_native._adapters` for adapters.
 """
 
 from __future__ import annotations

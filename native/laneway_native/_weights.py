@@ -281,7 +281,7 @@ def recall(folder: str, stamp: Stamp) -> bytes | None:
     try:
         record = json.loads(_record_path(folder, stamp).read_bytes())
         digest = bytes.fromhex(record.pop("sha256"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return digest if record == attrs.asdict(stamp) and len(digest) == 32 else None
 

@@ -134,10 +134,10 @@ class Budget:
         if bits > MAX_BITS:
             raise OverBudget(f"it computes with numbers of more than {MAX_BITS} bits")
 
-    def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, charged one by one."""
+    def each(self, items: Iterable[Any], steps: int = 1) -> Iterator[Any]:
+        """The items, charged one by one with so many steps each."""
         for item in items:
-            self.spend()
+            self.spend(steps)
             yield item
 
     def collect(self, items: Iterable[Any]) -> list[Any]:

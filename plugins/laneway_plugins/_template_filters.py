@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 EACH = "laneway each"
 """The filter that charges the rounds of a loop.  No template can write its name."""
+SPEND = "laneway spend"
+"""The filter that charges as many steps as its value says.  No template can write its name."""
 
 MAX_ROUNDING = 1000
 """The largest precision of the filter ``round``."""
@@ -49,7 +51,8 @@ def metered_filters(environment: Sandbox) -> dict[str, Callable[..., Any]]:
     metered = {
         name: _metered(environment, name, function, _FILTERS.get(name, _costly)) for name, function in filters.items()
     }
-    metered[EACH] = lambda items: environment.budget.each(items)
+    metered[EACH] = lambda items, steps: environment.budget.each(items, steps)
+    metered[SPEND] = lambda steps: environment.budget.spend(steps)
     return metered
 
 

@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from laneway_plugins import _template_work as work
 from laneway_plugins._template_budget import Budget, OverBudget
-from laneway_plugins._template_filters import EACH, metered_filters, metered_tests
+from laneway_plugins._template_filters import EACH, SPEND, metered_filters, metered_tests
 from laneway_plugins._written import Traced, concat, formatted, join, plain, spans_of, written
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -34,6 +34,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "lt": operator.lt,
     "lteq": operator.le,
 }
+NODES_A_STEP = 32
+"""Nodes of a template's syntax tree that count as one step each time they run, such as constants and assignments."""
 _HIDDEN_ARGUMENTS = ("_loop_vars", "_block_vars", "caller")
 
 
@@ -42,6 +44,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment of one template.  Threads may render beside each other, each within the budget that it set."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+    intercepted_unops = frozenset({"+", "-"})
 
     def __init__(self) -> None:
         # The whitespace rules are those under which the templates were written.  Constants are not folded: that would
@@ -82,11 +85,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:
-        def charged(items: nodes.Node) -> nodes.Filter:
-            return nodes.Filter(items, EACH, [], [], None, None, lineno=items.lineno)
+        def charged(items: nodes.Node, steps: int = 1) -> nodes.Filter:
+            number = nodes.Const(steps, lineno=items.lineno)
+            return nodes.Filter(items, EACH, [number], [], None, None, lineno=items.lineno)
 
+        for scope in [source, *source.find_all(_SCOPES)]:
+            _charge_body(scope)
         for loop in source.find_all(nodes.For):
-            loop.iter = charged(loop.iter)
+            # The condition runs also for items that it leaves out.
+            loop.iter = charged(loop.iter, 1 + _size([loop.test]) // NODES_A_STEP)
         calls: Iterable[Any] = source.find_all((nodes.Call, nodes.Filter, nodes.Test))
         for call in calls:
             if call.dyn_args is not None:
@@ -155,8 +162,17 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         work.charge_hash(self.budget, argument)
         return super().getitem(obj, argument)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.budget.spend()
+        return super().getattr(obj, attribute)
+
+    def call_unop(self, context: jinja2.runtime.Context, operator: str, arg: Any) -> Any:
+        self.budget.spend()
+        return super().call_unop(context, operator, arg)
+
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         budget = self.budget
+        budget.spend()
         if operator in ("+", "-"):
             work.charge_sum(budget, left, right)
         elif operator == "*":
@@ -199,6 +215,29 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif not isinstance(__obj, _FREE) and not isinstance(subject, jinja2.utils.Cycler):
             raise OverBudget(f"it calls {str(__obj)[:80]}, which templates do not get here")
         return budget.sized(super().call(__context, __obj, *args, **kwargs))
+
+
+_SCOPES = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
+"""What may run more often than what is around it."""
+
+
+def _charge_body(scope: Any) -> None:
+    """Let each run of a body charge its own nodes, of which most charge nothing themselves."""
+    steps = _size(scope.iter_child_nodes()) // NODES_A_STEP
+    if steps:
+        number = nodes.Const(steps, lineno=scope.lineno)
+        scope.body.insert(0, nodes.ExprStmt(nodes.Filter(number, SPEND, [], [], None, None, lineno=scope.lineno)))
+
+
+def _size(parts: Iterable[nodes.Node | None]) -> int:
+    """The nodes of some parts of a template, without the bodies of the scopes in them."""
+    count = 0
+    left = [part for part in parts if part is not None]
+    while left:
+        node = left.pop()
+        count += 1
+        left.extend(node.iter_child_nodes(exclude=("body",) if isinstance(node, _SCOPES) else ()))
+    return count
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -155,10 +155,13 @@ class ChatTemplate:
         They are those whose text stands in the template's source as a literal, or is made there of two literals with a
         role between them, and has the form of a marker: in angle or square brackets, without white space.  Tokens of
         another form are ordinary text (words, line breaks, indentation).
+
+        The beginning and the end of a text are markers in any form, for a template writes them by their variables.
         """
         candidates = {text: token for text, token in user_defined.items() if _MARKER.fullmatch(text)}
         lengths = {len(text) for text in candidates}
-        found: set[int] = set()
+        ends = (self._constants["bos_token"], self._constants["eos_token"])
+        found = {user_defined[text] for text in ends if text in user_defined and not text.isspace()}
         before: set[str] = set()
         behind: set[str] = set()
         for literal in self._environment.literals:
@@ -175,12 +178,13 @@ class ChatTemplate:
             for end_text in behind:
                 found.update(
                     candidates[start_text + role + end_text]
-                    for role in ROLES
+                    for role in _ROLE_FORMS
                     if start_text + role + end_text in candidates
                 )
         return frozenset(found)
 
 
+_ROLE_FORMS = frozenset(form for role in ROLES for form in (role, role.upper(), role.capitalize(), role.title()))
 _MARKER = re.compile(r"<\S+>|\[(?=[^\]]*[^\W\d_])\S+\]")
 _OPENING = re.compile(r"[<\[]")
 _LAST_OPENING = re.compile(r"[<\[][^<\[\s]{0,40}\Z")

@@ -22,11 +22,12 @@ ALPHA = "adapter.lora.alpha"
 INVOCATION = "adapter.alora.invocation_tokens"
 Q8_1, Q8_K, I8, I16, I32, I64, F64 = 9, 15, 24, 25, 26, 27, 28
 BF16 = 30
+Q4_1 = 3
 A, B = "blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"
 
 BYTES = {0: 4, 1: 2, BF16: 2, I8: 1, I16: 2, I32: 4, I64: 8, F64: 8}
 """Bytes of a number."""
-BLOCKS = {2: (32, 18), 8: (32, 34), Q8_1: (32, 36), Q8_K: (256, 292), 12: (256, 144)}
+BLOCKS = {2: (32, 18), Q4_1: (32, 20), 8: (32, 34), Q8_1: (32, 36), Q8_K: (256, 292), 12: (256, 144)}
 
 
 def size_of(dims: tuple[int, ...], kind: int) -> int:
@@ -268,6 +269,14 @@ def _wrong_numbers() -> Iterator[Broken]:
                 at = len(data) // 2 // len(number) * len(number)
                 data[at : at + len(number)] = number
                 name = f"{number.hex()} in {tensor.name!s}"
+                yield Broken(name, _replace(attrs.evolve(tensor, data=bytes(data))), "holds NaN or infinity")
+    for kind, places in ((2, (0,)), (Q4_1, (0, 2)), (8, (0,))):
+        for place in places:
+            for tensor in (matrix(A, (EMBD, RANK), kind), matrix(B, (RANK, EMBD), kind)):
+                data = bytearray(tensor.data)
+                at = len(data) - BLOCKS[kind][1] + place
+                data[at : at + 2] = b"\1\x7e"
+                name = f"a block of type {kind} with NaN at {place} in {tensor.name!s}"
                 yield Broken(name, _replace(attrs.evolve(tensor, data=bytes(data))), "holds NaN or infinity")
 
 

@@ -191,19 +191,13 @@ async def test_embeddings_are_changed_where_they_do_not_make_the_logits(tiny: Mo
 
 
 async def test_numbers_that_give_nan_are_a_decode_error(tmp_path: Path) -> None:
-    """Of a quantised adapter the numbers are not looked at, and finite ones can be too large together."""
+    """Finite numbers, which the check lets through, can be too large together."""
     with Model.load(write_tiny_model(tmp_path / "tiny.gguf")) as model:
-        metadata, tensors = adapters.adapter_parts(kind=8)
-        spoilt = attrs.evolve(tensors[3], data=b"\xff\x7f" + b"\1" * 32 + tensors[3].data[34:])
-        assert spoilt.name == "blk.0.attn_output.weight.lora_b"
-        tensors[2:] = [attrs.evolve(tensors[2], data=(b"\0\x3c" + b"\1" * 32) * (len(tensors[2].data) // 34)), spoilt]
-        quantised = write_gguf(tmp_path / "quantised.gguf", metadata, tensors)
         metadata, tensors = adapters.adapter_parts()
         large = [attrs.evolve(tensor, data=struct.pack("<f", 3e38) * (len(tensor.data) // 4)) for tensor in tensors[2:]]
         huge = write_gguf(tmp_path / "huge.gguf", metadata, large)
-        for path in (quantised, huge):
-            with pytest.raises(DecodeError, match="NaN"):
-                await answers_of(model, [(path, 1.0)])
+        with pytest.raises(DecodeError, match="NaN"):
+            await answers_of(model, [(huge, 1.0)])
 
 
 def test_adapters_have_their_share_of_a_graph_of_fixed_size(tiny_path: Path, tmp_path: Path) -> None:

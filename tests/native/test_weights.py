@@ -147,6 +147,7 @@ async def test_a_folder_that_cannot_be_written_costs_time_only(
     [
         lambda record: b"",
         lambda record: b"[]",
+        lambda record: b"[" * 100_000,
         lambda record: b"\xff",
         lambda record: json.dumps(record)[:-10].encode(),
         lambda record: json.dumps({**record, "sha256": record["sha256"][2:]}).encode(),

@@ -217,6 +217,26 @@ def test_markers_are_the_user_defined_tokens_that_a_template_writes() -> None:
     assert written_by("{{ messages[0].content.split('<think>') }}") == {"<think>"}
 
 
+def test_a_role_in_another_case_makes_a_marker() -> None:
+    known = {"<|USER_TOKEN|>": 7, "<|Assistant_TOKEN|>": 8, "<|Other_TOKEN|>": 9}
+    for form, found in (("upper", {7}), ("capitalize", {8})):
+        template = ChatTemplate("{{ '<|' + messages[0].role | FORM + '_TOKEN|>' }}".replace("FORM", form))
+        assert template.markers(known) >= found
+        assert 9 not in template.markers(known)
+
+
+def test_a_user_defined_beginning_or_end_of_a_text_is_a_marker() -> None:
+    """A template writes them by their variables, so they are no literals of its source."""
+    tokenizer = ScriptedTokenizer(user_defined=("<begin>", "END", "\n\n"))
+    template = ChatTemplate("{{ bos_token ~ messages[0].content ~ eos_token }}", bos="<begin>", eos="END")
+    markers = template.markers(tokenizer.user_defined)
+    assert markers == {tokenizer.user_defined["<begin>"], tokenizer.user_defined["END"]}
+    rendered = template.render((Message("user", "a<begin>END"),))
+    tokens = tokenizer.tokenize(rendered.text, bos=False, special=rendered.special(markers))
+    assert [token for token in tokens if token in markers] == [tokens[0], tokens[-1]]
+    assert ChatTemplate("", eos="\n\n").markers(tokenizer.user_defined) == frozenset()
+
+
 def test_other_user_defined_tokens_are_found_in_content_as_ever() -> None:
     template = ChatTemplate("<|turn|>{{ messages[0].content }}")
     vocabulary = Vocabulary(template)

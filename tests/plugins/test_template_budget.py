@@ -318,6 +318,44 @@ def test_methods_without_a_known_cost_are_not_offered(source: str) -> None:
         ChatTemplate(source).render(CHAT)
 
 
+CHEAP = "{% set x = 1 %}" * 3200
+ONES = "1, " * 6400
+OVER_A_BODY = [
+    "{% for i in range(90000) %}{{ tick() }}" + CHEAP + "{% endfor %}",
+    "{% for i in range(90000) if tick() ~ [" + ONES + "] %}{% endfor %}",
+    "{% for i in range(90000) %}{{ tick() }}{% for j in [" + ONES + "][:0] %}{% endfor %}{% endfor %}",
+    "{% for i in range(90000) %}{% for j in [] %}{% else %}{{ tick() }}" + CHEAP + "{% endfor %}{% endfor %}",
+    "{% macro m() %}{{ tick() }}" + CHEAP + "{% endmacro %}{% for i in range(90000) %}{{ m() }}{% endfor %}",
+    "{% macro m(x=[" + ONES + "]) %}{{ tick() }}{% endmacro %}{% for i in range(90000) %}{{ m() }}{% endfor %}",
+    "{% macro m() %}{% for i in range(90000) %}{{ caller() }}{% endfor %}{% endmacro %}"
+    "{% call m() %}{{ tick() }}" + CHEAP + "{% endcall %}",
+    "{% block b %}{{ tick() }}" + CHEAP + "{% endblock %}{% for i in range(90000) %}{{ self.b() }}{% endfor %}",
+    "{% for i in range(9) recursive %}{{ tick() }}" + CHEAP + "{{ loop(range(9)) }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", OVER_A_BODY)
+def test_a_body_costs_its_nodes_each_time_it_runs(source: str) -> None:
+    _, rounds, reason = run(source)
+    assert "steps of work" in reason
+    assert rounds > 0
+    assert rounds * 6400 // 32 <= STEPS
+
+
+@pytest.mark.parametrize("work", ["1 + 1", "- 1", "2 * 2", "7 // 2", "messages.x", "'a'.x", "loop.index"])
+def test_operators_and_attributes_cost_a_step_each(work: str) -> None:
+    _, rounds, reason = run(FOR_EVER.replace("WORK", "{% set x = [" + f"{work}, " * 100 + "] %}"))
+    assert "steps of work" in reason
+    assert 0 < rounds * 100 <= STEPS
+
+
+def test_the_nodes_of_a_whole_template_are_charged_before_they_run() -> None:
+    budget = Budget(Limits(100))
+    with pytest.raises(InvalidRequestError, match="steps of work"):
+        ChatTemplate("{{ raise_exception('it has run') }}" + CHEAP).render(CHAT, budget=budget)
+    ChatTemplate("{% set x = 1 %}").render(CHAT, budget=Budget(Limits(100)))
+
+
 def test_a_naive_search_costs_the_product_of_both_texts() -> None:
     """Backwards, Python compares all of what it looks for at each place."""
     texts = "{% set s = 'a' * 40000 %}{% set t = 'b' + 'a' * 2000 %}"
