@@ -258,7 +258,7 @@ class DecodeLoop:
         self._share(opening, slot)
         if opening.load:
             await self._load(sequence, slot)
-        if not self.scheduler.follows(sequence):
+        if not (self.scheduler.follows(sequence) and sequence.restorable):
             self._streams[sequence].restore = None  # it may be large
         if opening.opens:
             self._open_sampler(sequence, slot)

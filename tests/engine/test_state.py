@@ -393,3 +393,38 @@ async def test_a_state_that_does_not_load_leaves_a_shorter_prefix_in_memory_of_u
         assert (count, stats.cached_tokens) == (0, len(shorter))
         assert "could not be loaded" in caplog.text
         b.nothing_left()
+
+
+async def test_a_state_that_does_not_load_leaves_a_leader_of_use_and_is_not_kept(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(parallel=1, context_size=128) as b:
+        state = await saved(b, tuple(range(10, 80)))
+    # A state of 70 tokens is worth more than a leader that will have 60 of them.
+    common = state.tokens[:60]
+    async with bench(parallel=2, context_size=256) as b:
+
+        async def broken(slot: int, state: bytes, length: int, *, verified: bool = False) -> None:
+            raise DecodeError("no memory for it")
+
+        monkeypatch.setattr(b.decoder, "load", broken)
+
+        async def body(ctx: laneway.RequestContext) -> laneway.Answer:
+            async with ctx.generate([*common, 90], GREEDY, max_tokens=1) as leader:
+                await leader_has_begun()
+                async with ctx.generate([*state.tokens, 91], GREEDY, max_tokens=5, restore=state) as follower:
+                    scheduler = b.model.decode_loop.scheduler  # type: ignore[union-attr]
+                    while not scheduler.follows(follower.sequence):
+                        assert not follower.ended
+                        await trio.sleep(0.05)
+                    assert follower.restore is None
+                    return await follower.finish()
+
+        async def leader_has_begun() -> None:
+            while b.decoder.statistics().tokens == 0:
+                await trio.sleep(0.05)
+
+        answer = await handle(b, body)
+        assert answer.tokens == answer_of(b, (*state.tokens, 91))
+        assert (answer.stats.cached_tokens, b.decoder.statistics().copies) == (60, 1)
+        b.nothing_left()
