@@ -88,7 +88,7 @@ QUEUE_LIMIT: Final = 64
 """How many may wait in a lane unless the model says otherwise: rule A4."""
 
 LARGEST_QUEUE_LIMIT: Final = 2**63 - 1
-"""Which is as good as none."""
+"""More than any lane can hold, so it bounds nothing."""
 
 
 class TicketState(enum.Enum):

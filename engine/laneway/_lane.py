@@ -107,7 +107,7 @@ class Lanes:
         return self._admission.writer_waits
 
     def cap(self, lane: str = "") -> float:
-        """How many may run at a time in a lane; in an idle one, if the request brings no cap of its own."""
+        """How many may run at a time in a lane.  For an idle lane: the cap for a request that brings none."""
         return self._admission.cap(lane)
 
     def starts_now(self, *, exclusive: bool, weight: int, keys: Iterable[Hashable], lane: str) -> bool:

@@ -1,15 +1,15 @@
 """Which requests can never end, because they wait for each other across the lanes of several models: rule R6.
 
-A request whose handler has opened a nested run waits for that run.  A request in line waits for those that hold what it
-lacks.  Where the two close a circle, nothing in it can ever end.
+A request whose handler has opened a nested run waits for that run.  A request in line waits for the holders of the
+permits and keys that it lacks.  If these waits form a circle, no request in it can ever end.
 
-This module is told what lives (:class:`Node`) and answers with those that can never end.  It works as deadlock
-detection by graph reduction does (Holt, "Some Deadlock Properties of Computer Systems", 1972): whatever can end is
-taken away, until nothing more can.  A request that runs can end if all its nested runs can; then it gives its permit
-and keys back.  A request in line can end if it can start once those that can end are gone, for it has no nested runs
-yet.  The order of taking away does not matter: to start somebody takes nothing away for good.
+This module takes the live requests (:class:`Node`) and returns those that can never end.  The method is deadlock
+detection by graph reduction (Holt, "Some Deadlock Properties of Computer Systems", 1972): it removes the requests that
+can end, until no further one can.  A running request can end if all its nested runs can.  Then it gives its permit and
+its keys back.  A request in line has no nested runs yet.  It can end if it can start after the removed requests have
+gone.  The order of the removals does not matter, because a request that starts gives back all that it takes.
 
-What waits outside of this process, such as the gate of a cache file, is taken to end.
+A wait for something outside of this process, such as the gate of a cache file, counts as one that ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Node:
 
 
 def blocked(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
-    """Those that can never end, and for whom each of them waits.
+    """The requests that can never end, each with those that it waits for.
 
     Nested runs that are not among ``nodes`` have ended.  Takes O(n^2 log n) time for n nodes at worst.
     """
@@ -63,7 +63,7 @@ def blocked(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
 
 
 def circle(waits: Mapping[str, Sequence[str]], start: str) -> list[str]:
-    """The shortest way from ``start`` back to it along what :func:`blocked` has found; empty if there is none."""
+    """The shortest circle through ``start`` in the result of :func:`blocked`; empty if there is none."""
     paths = [[start]]
     seen = {start}
     for path in paths:
@@ -77,7 +77,7 @@ def circle(waits: Mapping[str, Sequence[str]], start: str) -> list[str]:
 
 
 def _waits(left: Mapping[str, Node]) -> dict[str, tuple[str, ...]]:
-    """For whom of those that are left each of them waits, if those that are gone hold nothing any more."""
+    """Which of the remaining requests each of them waits for.  The removed ones hold nothing any more."""
     waits: dict[str, tuple[str, ...]] = {}
     models: dict[Hashable, list[tuple[Place, str]]] = {}
     for node in left.values():
@@ -91,13 +91,14 @@ def _waits(left: Mapping[str, Node]) -> dict[str, tuple[str, ...]]:
 
 
 def _waits_in_line(places: Sequence[tuple[Place, str]]) -> dict[str, tuple[str, ...]]:
-    """The same for those in the lines of one model, in the order of arrival.
+    """The same for the waiting requests of one model, in the order of arrival.
 
-    The rule of the contract, for a moment at which everything that runs stays and everything that can start is gone.
+    It applies the admission rule to a moment at which all running requests stay and all that could start have gone.
     """
     running = [(place, name) for place, name in places if place.running]
     writer = next((name for place, name in running if place.exclusive), None)
-    first = {key: name for place, name in running for key in place.keys}  # {key: who holds it, or claims it first}
+    # {key: the request that holds it, or is the first to claim it}
+    first = {key: name for place, name in running for key in place.keys}
     used: dict[str, int] = {}
     for place, _ in running:
         used[place.lane] = used.get(place.lane, 0) + place.weight

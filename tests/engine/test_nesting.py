@@ -146,13 +146,13 @@ async def test_R6_a_nested_run_that_can_go_on_is_not_refused() -> None:
         assert len(n.ends) == 5
 
 
-async def test_R6_whoever_comes_first_in_the_line_counts() -> None:
+async def test_R6_an_older_request_in_the_line_counts() -> None:
     async with nest(a=2, b=1) as n:
         await n.open("p", "a")
         await n.open("q", "b")
         assert await n.open("c", "b", under="p") == "waiting"
         assert await n.open("w", "a", "writer") == "waiting"  # for p
-        assert await n.open("d", "a", under="q") == "InvalidRequestError"  # nobody passes a writer
+        assert await n.open("d", "a", under="q") == "InvalidRequestError"  # no request passes a writer
         assert "writer request 'w' on model 'a', which waits for body request 'p'" in str(n.errors["d"])
         assert n.engine.cancel("w") == 1
         assert await n.open("e", "a", under="q") == "running"
@@ -195,7 +195,7 @@ async def test_R6_A7_a_run_that_would_not_wait_closes_no_circle() -> None:
         await n.let_end("q", "c", "p")
 
 
-async def test_R6_a_request_that_is_being_cancelled_waits_for_nobody() -> None:
+async def test_R6_a_request_that_is_being_cancelled_waits_for_no_other() -> None:
     async with nest(a=1, b=1) as n:
         await n.open("p", "a")
         await n.open("q", "b")
@@ -214,7 +214,7 @@ async def test_R6_a_request_that_is_being_cancelled_waits_for_nobody() -> None:
         assert n.ends == {"p": "InferenceCancelledError", "q": "done"}
 
 
-async def test_R6_C1_who_has_left_a_request_does_not_wait_for_it() -> None:
+async def test_R6_C1_a_handler_that_has_left_a_request_does_not_wait_for_it() -> None:
     async with nest(a=1, b=1, c=1) as n:
         opened = trio.Event()
 

@@ -1,4 +1,4 @@
-"""Worker threads of the engine's own: no wait for those of the program, and none behind what takes long."""
+"""The engine's worker threads wait neither for those of the program nor for work that takes long."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_what_takes_long_keeps_no_thread_from_the_rest(tmp_path: Path) -> 
                 assert len(await s.model.tokenize(LONG_TEXT)) > 5000
 
 
-async def test_a_saved_state_that_does_not_come_keeps_nobody_but_its_own_turn_waiting(
+async def test_a_saved_state_that_does_not_come_delays_only_its_own_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, hanging = _files.read, Held()

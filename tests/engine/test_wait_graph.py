@@ -1,4 +1,4 @@
-"""Rule R6: who can never end, against a search through everything that the real lanes could still do."""
+"""Rule R6: the requests that can never end, against a search through all that the real lanes could still do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def waiting(model: Hashable = "a", number: float = 2, **how: Any) -> Place:
 # By hand.
 
 
-def test_R6_nothing_is_blocked_where_nobody_nests() -> None:
+def test_R6_nothing_is_blocked_without_nested_runs() -> None:
     nodes = [Node(name="p", place=running()), Node(name="q", place=waiting()), Node(name="n")]
     assert blocked(nodes) == {}
 
@@ -136,7 +136,7 @@ class World:
         return self.live[-1]
 
     def can_end(self) -> list[Live]:
-        """Those that may end now: they run, and nobody nested in them lives."""
+        """The requests that may end now: they run, and none of their nested runs lives."""
         awaited = {id(each.parent) for each in self.live}
         return [each for each in self.live if self.runs(each) and id(each) not in awaited]
 
@@ -169,7 +169,7 @@ class World:
         return tuple((each.name, self.runs(each), each.ticket and each.ticket.gated) for each in self.live)
 
     def never_end(self) -> set[str]:
-        """Who lives in each world in which nothing more can happen.  It is the same one, whatever happens first."""
+        """Who lives in each world in which nothing more can happen.  That does not depend on the order of events."""
         seen, todo, last = {self.key()}, [self], []
         while todo:
             world = todo.pop()
@@ -246,6 +246,10 @@ def test_R6_who_can_never_end_is_what_a_search_through_all_that_can_happen_finds
                 how = {name: value for name, value in how.items() if name != "gated"}
             tried = copy.deepcopy((world, parent))
             newcomer = tried[0].arrive(number, tried[1], **how)
+            if newcomer.ticket is not None and not newcomer.ticket.gated:
+                asked = {"exclusive": False, "weight": 1, "keys": (), "lane": "", **how, "cap": None}
+                del asked["cap"]
+                assert world.lanes[number].starts_now(**asked) is tried[0].runs(newcomer)
             waits = blocked(tried[0].nodes())
             never = tried[0].never_end()
             assert set(waits) == never
