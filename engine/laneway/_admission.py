@@ -91,7 +91,7 @@ SPARE_VOID: Final = 16
 """Void numbers that a heap of ready waiters may hold beyond twice the line's length before it is gone through."""
 
 LARGEST_QUEUE_LIMIT: Final = 2**63 - 1
-"""Which is as good as none."""
+"""More than any lane can hold, so it bounds nothing."""
 
 
 class TicketState(enum.Enum):

@@ -25,9 +25,9 @@ def holds(error: BaseException, kinds: type[BaseException] | tuple[type[BaseExce
 
 
 def shown(value: object) -> str:
-    """``value`` for an error that refuses it: its repr, shortened, also where it has none.
+    """``value`` for an error that refuses it: its repr, shortened, or its type if the repr fails.
 
-    Python writes no int of more than some thousand digits.
+    Python refuses to write an int of more than some thousand digits.
     """
     try:
         text = repr(value)

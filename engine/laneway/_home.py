@@ -23,8 +23,8 @@ class Home:
     def check(self) -> None:
         """Raise :class:`RuntimeError` unless this is called in the same ``trio.run``.
 
-        A RuntimeError and no :class:`laneway.LanewayError`: it is a mistake in the program and no answer to a request,
-        and what a program does about refused requests must not hide it.  Trio answers its own misuse likewise.
+        It is no :class:`laneway.LanewayError`, because it is a mistake in the program and not the refusal of a request.
+        Code that handles refused requests must not hide it.  Trio also raises RuntimeError when it is misused.
         """
         try:
             here = trio.lowlevel.current_trio_token()

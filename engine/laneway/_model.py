@@ -127,7 +127,7 @@ class Model:
     async def state_fingerprint(self, folder: str | None = None) -> bytes | None:
         """What a kept state must come from to be of use here; None if the backend keeps none.
 
-        It covers the weights.  To work it out may take as long as reading them; a cancel ends the wait.
+        It covers the weights.  Working it out may take as long as reading them.  A cancel ends the wait.
 
         :param folder: where the backend may keep what it has worked out about its files; it need not be there
         """

@@ -1,4 +1,4 @@
-"""Nested runs that would wait for the handler that opens them, over however many models: rule R6."""
+"""Nested runs that would wait for the handler that opens them, through the lanes of any number of models: rule R6."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Request:
     """False once the caller has left its block; the request may go on without it (rule C1)."""
     cancel_reason: str | None = None
     cancel_asked: bool = False
-    """The end was asked for, with ``cancel()`` or ``cancel_all()``: nothing of what it has made is wanted."""
+    """A call of ``cancel()`` or ``cancel_all()`` ends it, so its caller wants nothing of what it has made."""
     doom: Exception | None = None
     """What a waiter ends with whose model has failed."""
     started_at: float | None = None

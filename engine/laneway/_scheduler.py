@@ -704,7 +704,7 @@ class Scheduler:
                 break
         else:
             return Output(sequence, taken, text, logprob, held=assembler.held)
-        # In cells is what was picked, but for the last: nothing came after it, unless a token was looked for in vain.
+        # All picked tokens but the last are in cells.  The last one is too if a later round failed to pick a token.
         picked = [tokens[slot] for tokens in rounds if slot in tokens]
         sequence.beyond = tuple(picked[taken - 1 : None if failure is not None else -1])
         text += assembler.finish()  # which may complete a stop string, too

@@ -112,7 +112,7 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}")
 def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Laneway's directory for what can be fetched again: the one given, else ``LANEWAY_CACHE_DIR``, else the user's.
 
-    Raises :class:`InvalidRequestError` for what can be no directory, or is something else.
+    Raises :class:`InvalidRequestError` if the value is no path, or if something else than a directory is there.
     """
     given = "LANEWAY_CACHE_DIR" if cache_dir is None else "cache_dir"
     named: str | bytes | None
@@ -133,9 +133,9 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def check_directory(path: Path, field: str | None = None) -> None:
-    """Raise :class:`InvalidRequestError` if ``path`` is there and is no directory, or lies below what is none.
+    """Raise :class:`InvalidRequestError` if ``path``, or a part of it, is there and is no directory.
 
-    What cannot be looked at for another reason shows when it is used.
+    Other faults, such as missing rights, show when the directory is used.
     """
     try:
         found = stat.S_ISDIR(path.stat().st_mode)

@@ -24,8 +24,8 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 def control_tokens(stop: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:
     """The control tokens whose whole text is one of the ``stop`` strings.
 
-    Such a token has no bytes, so its text never comes up in an answer.  A stop string that has a control token's text
-    and more in it names no token: where one token's text ends is known, but what the rest would have to follow is not.
+    Such a token has no bytes, so its text never comes up in an answer.  A stop string that contains more than the text
+    of one control token names no token, because the rest of it cannot be matched with text.
     """
     found = set()
     for string in stop:

@@ -1,4 +1,4 @@
-"""Texts on their way to tokens in worker threads, and when none is left."""
+"""Tokenising in worker threads, and the wait for the threads that still use a tokenizer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Tokenizing:
             try:
                 return _tokens(tokenizer, text, bos=bos, special=special, limit=limit, stop=stop)
             finally:
-                # Without a run there is no one who waits for this thread.
+                # If the run has ended, no task waits for this thread.
                 with contextlib.suppress(trio.RunFinishedError):
                     done.run_sync_soon(self._ended)
 

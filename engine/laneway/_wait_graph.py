@@ -1,7 +1,7 @@
 """Which requests can never end, because they wait for each other across the lanes of several models: rule R6.
 
-A request whose handler has opened a nested run waits for that run.  A request in line waits for those that hold what it
-lacks.  Where the two close a circle, nothing in it can ever end.
+A request whose handler has opened a nested run waits for that run.  A request in line waits for the holders of the
+permits and keys that it lacks.  If these waits form a circle, no request in it can ever end.
 
 This module is told what lives (:class:`Node`) and answers with those that can never end.  It reduces the graph of
 waits, as in Holt, "Some Deadlock Properties of Computer Systems" (1972): it removes the requests that can end, until no
@@ -9,7 +9,7 @@ other one can.  A running request can end if all its nested runs can; it then gi
 in line can end if it can start once the removed ones are gone, because it has no nested runs yet.  The order of removal
 does not matter: a request that starts gives back all that it takes.
 
-What waits outside of this process, such as the gate of a cache file, is taken to end.
+A wait for something outside of this process, such as the gate of a cache file, counts as one that ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def blocked(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
 
 
 def circle(waits: Mapping[str, Sequence[str]], start: str) -> list[str]:
-    """The shortest way from ``start`` back to it along what :func:`blocked` has found; empty if there is none."""
+    """The shortest circle through ``start`` in the result of :func:`blocked`; empty if there is none."""
     paths = [[start]]
     seen = {start}
     for path in paths:
@@ -91,13 +91,14 @@ def _waits(left: Mapping[str, Node]) -> dict[str, tuple[str, ...]]:
 
 
 def _waits_in_line(places: Sequence[tuple[Place, str]]) -> dict[str, tuple[str, ...]]:
-    """The same for those in the lines of one model, in the order of arrival.
+    """The same for the waiting requests of one model, in the order of arrival.
 
-    The rule of the contract, for a moment at which everything that runs stays and everything that can start is gone.
+    It applies the admission rule to a moment at which all running requests stay and all that could start have gone.
     """
     running = [(place, name) for place, name in places if place.running]
     writer = next((name for place, name in running if place.exclusive), None)
-    first = {key: name for place, name in running for key in place.keys}  # {key: who holds it, or claims it first}
+    # {key: the request that holds it, or is the first to claim it}
+    first = {key: name for place, name in running for key in place.keys}
     used: dict[str, int] = {}
     for place, _ in running:
         used[place.lane] = used.get(place.lane, 0) + place.weight

@@ -1,7 +1,7 @@
-"""Processes for the engine and its plugins, started on worker threads of the engine's own.
+"""Processes for the engine and its plugins, started on worker threads of the engine.
 
-``trio.run_process`` and ``trio.lowlevel.open_process`` start a process on a thread of Trio's default limiter, which the
-program may hold: see :mod:`laneway.threads`.  What is here needs no token of it.
+``trio.run_process`` and ``trio.lowlevel.open_process`` start a process on a thread of Trio's default limiter.  The
+program may hold all tokens of that limiter: see :mod:`laneway.threads`.  This module uses none of them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ async def open_process(
 ) -> Process:
     """Start a process; the parameters are those of :class:`subprocess.Popen`.
 
-    What is given as ``subprocess.PIPE`` becomes a Trio stream.  Once begun, starting is waited for; the caller then
-    has the process, and owes it an end.
+    A pipe (``subprocess.PIPE``) becomes a Trio stream.  A cancel does not interrupt a start that has begun.  The caller
+    must end the process, for example with :meth:`Process.end`.
 
     :raises OSError: it cannot be started, or has been ended again because its pipes cannot be used
     """

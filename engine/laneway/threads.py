@@ -5,15 +5,15 @@ answer of this engine.  What the engine needs a thread for would then wait for e
 limiter.  It has three others, one for each kind of work:
 
 - :func:`run_sync`: short work of the processor, such as tokenising a text.  At most :data:`THREADS` at a time.
-- :func:`run_file`: short work on files.  At most :data:`THREADS` at a time.  A disk or a network that hangs keeps back
-  other work on files, and nothing else.
+- :func:`run_file`: short work on files.  At most :data:`THREADS` at a time.  A disk or a network that hangs delays only
+  other work on files.
 - :func:`run_long`: work that takes long, or that waits for something outside of this program: loading a model, reading
-  a saved state, the lock of a file.  Without a bound, so nothing ever waits behind it.
+  a saved state, the lock of a file.  There is no bound, so no work waits for a thread.
 
-A function that runs here must not wait for a task or for another thread that has not begun, or the circle that these
-limiters break would close again.  A cancel ends the wait for a thread, and what has begun is waited for.
+A function that runs here must not wait for a task, or for a thread that has not begun: it would hold a token that the
+other may need.  A cancel ends the wait for a thread.  A function that has begun is waited for.
 
-The limiters are local to a ``trio.run``: two of them in one process share no token.
+Each ``trio.run`` has limiters for itself: two runs in one process share no token.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ async def run_file(function: Callable[[Unpack[Args]], Result], *args: *Args, aba
 
 
 async def run_long(function: Callable[[Unpack[Args]], Result], *args: *Args, abandon_on_cancel: bool = False) -> Result:
-    """:func:`run_sync` for what takes long or waits for something outside of this program.
+    """:func:`run_sync` for work that takes long or waits for something outside of this program.
 
-    It always gets a thread at once.  The caller sees to it that there are not too many.
+    It always gets a thread at once.  The caller bounds the number of threads.
     """
     limiter = _of_this_run(_long_limiter, math.inf)
     return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter)

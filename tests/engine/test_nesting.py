@@ -214,7 +214,7 @@ async def test_R6_a_request_that_is_being_cancelled_closes_no_circle() -> None:
         assert n.ends == {"p": "InferenceCancelledError", "q": "done"}
 
 
-async def test_R6_C1_who_has_left_a_request_does_not_wait_for_it() -> None:
+async def test_R6_C1_a_handler_that_has_left_a_request_does_not_wait_for_it() -> None:
     async with nest(a=1, b=1, c=1) as n:
         opened = trio.Event()
 

@@ -410,7 +410,7 @@ async def test_a_state_that_does_not_load_leaves_a_leader_of_use_and_is_not_kept
         monkeypatch.setattr(b.decoder, "load", broken)
 
         async def body(ctx: laneway.RequestContext) -> laneway.Answer:
-            async with ctx.generate([*common, 90], GREEDY, max_tokens=1) as leader:
+            async with ctx.generate([*common, 90], GREEDY, max_tokens=1):
                 await leader_has_begun()
                 async with ctx.generate([*state.tokens, 91], GREEDY, max_tokens=5, restore=state) as follower:
                     scheduler = b.model.decode_loop.scheduler  # type: ignore[union-attr]
@@ -421,7 +421,7 @@ async def test_a_state_that_does_not_load_leaves_a_leader_of_use_and_is_not_kept
                     return await follower.finish()
 
         async def leader_has_begun() -> None:
-            while b.decoder.statistics().tokens == 0:
+            while b.decoder.statistics().tokens == 0:  # noqa: ASYNC110 - in virtual time
                 await trio.sleep(0.05)
 
         answer = await handle(b, body)

@@ -1,4 +1,4 @@
-"""Worker threads of the engine's own: no wait for those of the program, and none behind what takes long."""
+"""The engine's worker threads wait neither for those of the program nor for work that takes long."""
 
 from __future__ import annotations
 

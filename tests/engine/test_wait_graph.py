@@ -1,4 +1,4 @@
-"""Rule R6: who can never end, against a search through everything that the real lanes could still do."""
+"""Rule R6: the requests that can never end, against a search through all that the real lanes could still do."""
 
 from __future__ import annotations
 
@@ -246,6 +246,10 @@ def test_R6_who_can_never_end_is_what_a_search_through_all_that_can_happen_finds
                 how = {name: value for name, value in how.items() if name != "gated"}
             tried = copy.deepcopy((world, parent))
             newcomer = tried[0].arrive(number, tried[1], **how)
+            if newcomer.ticket is not None and not newcomer.ticket.gated:
+                asked = {"exclusive": False, "weight": 1, "keys": (), "lane": "", **how, "cap": None}
+                del asked["cap"]
+                assert world.lanes[number].starts_now(**asked) is tried[0].runs(newcomer)
             waits = blocked(tried[0].nodes())
             never = tried[0].never_end()
             assert set(waits) == never

@@ -145,8 +145,8 @@ class KVCaches:
     ) -> CachePlan:
         """Find the file of a request, and change no cache.
 
-        The first call for a model waits until its weights have been read once, beside the event loop: a state is of use
-        to the weights that made it only.
+        The first call for a model waits until its weights have been read once, beside the event loop, because a saved
+        state fits only the weights that made it.
 
         :param key: the conversation's name, nested ones as ``a/b``; or
         :param messages: the chat so far, as pairs of role and content, to find the file by
