@@ -80,7 +80,7 @@ async def _in_thread(function: Callable[[Unpack[_Args]], _Result], *args: *_Args
     try:
         limiter = _limiter.get()
     except LookupError:
-        # The program's worker threads may all wait for this digest, so it has its own limiter.  All files share the disk.
+        # The program's worker threads may all wait for this digest, so it has its own limiter.
         limiter = trio.CapacityLimiter(THREADS)
         _limiter.set(limiter)
     return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=limiter)
