@@ -1,5 +1,5 @@
-// llama.cpp finds user-defined tokens in every text, RWKV's and PLaMo's tokenizers control tokens as well, and merges may
-// lead to one.  So text that must not become such a token is given to llama.cpp in pieces that do not hold it whole.
+// llama.cpp finds user-defined tokens in every text.  The tokenizers of RWKV and PLaMo find control tokens as well, and
+// merges may lead to one.  So a text that must not become such a token is cut, and llama.cpp gets the pieces one by one.
 #include "fragments.h"
 
 #include "border.h"
@@ -19,9 +19,9 @@ constexpr size_t between_looks = 1 << 16;
 constexpr size_t known_most = 4096;
 constexpr uint32_t known_bytes = 64;
 
-// Many of llama.cpp's pre-tokenizers match with std::regex, which calls itself for each character of a match, and a match
-// may be as long as the text.  A call takes 324 bytes here (GCC 12, -O3), and less than this with any compiler that
-// optimises; below the first number any thread's own stack is enough.
+// Many of llama.cpp's pre-tokenizers match with std::regex.  It calls itself for each character of a match, and a match
+// may be as long as the text.  Each call takes 324 bytes of stack here (GCC 12, -O3); frame_bytes is an upper bound for
+// compilers that optimise.  Texts below `shallow` fit into the stack of any thread.
 constexpr uint32_t shallow = 1024;
 constexpr size_t frame_bytes = 2048;
 constexpr size_t base_bytes = 1 << 20;
@@ -44,7 +44,7 @@ bool begins_with(std::string_view text, std::string_view begin) { return text.su
 std::string_view Fragments::text_of(int32_t token) const { return llama_vocab_get_text(tokenizing.vocabulary, token); }
 
 bool Fragments::banned(int32_t token) const {
-    // What is unknown is told by a token that is like a control token.
+    // These vocabularies write unknown text as a token that looks like a control token.
     const bool has_unknown = tokenizing.type() != LLAMA_VOCAB_TYPE_BPE && tokenizing.type() != LLAMA_VOCAB_TYPE_SPM;
     return !(has_unknown && token == tokenizing.unknown) && tokenizing.specials.guarded(token, rules);
 }
@@ -60,7 +60,7 @@ void Fragments::add(const char *text, Range range, const Refused *first, const R
             return;
         }
     }
-    // Something else than the text of a special token became one: character by character, then byte by byte.
+    // Other text than that of a special token became one.  So it is asked for by character, and then spelled by byte.
     for (uint32_t at = range.begin, end; at < range.end; at = end) {
         for (end = at + 1; end < range.end && continues(text[end]);) {
             ++end;
@@ -104,7 +104,7 @@ std::vector<Fragments::Piece> Fragments::cut(const char *text, Range range, cons
     return pieces;
 }
 
-// False, and nothing added, if a token came of it that must not.
+// Returns false, and adds nothing, if the pieces make a banned token.
 bool Fragments::add_pieces(const char *text, const std::vector<Piece> &pieces, std::vector<int32_t> &tokens) {
     const size_t before = tokens.size();
     if (tokenizing.type() == LLAMA_VOCAB_TYPE_WPM && pieces.size() > 1) {
@@ -224,8 +224,8 @@ void Fragments::respell(std::string_view text, std::vector<int32_t> &tokens) con
 }
 
 // SentencePiece's merges as llama.cpp's llm_tokenizer_spm_session has them: of all neighbours that make a token together
-// those with the best score are joined, the leftmost of equals first.  Here, because a piece of a text that begins without
-// the space prefix cannot be had of llama.cpp, and because this can be stopped.
+// those with the best score are joined, the leftmost of equals first.  llama.cpp puts the space prefix before every
+// piece, and its call cannot be stopped, so the merges are done here.
 void Fragments::merge(const char *text, Range range, std::vector<int32_t> &tokens) const {
     std::string escaped = tokenizing.space_prefix ? std::string(escaped_space) : "";
     for (uint32_t at = range.begin; at < range.end; ++at) {

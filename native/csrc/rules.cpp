@@ -10,7 +10,7 @@ namespace laneway {
 
 namespace {
 
-// Time that this thread has worked; other work of the machine does not count.
+// Processor time of this thread.  The load of the machine does not count.
 double thread_seconds() {
 #ifdef CLOCK_THREAD_CPUTIME_ID
     timespec time;
@@ -59,7 +59,7 @@ Rules::Rules(const laneway_grammar &tables) {
     demand(rules.front() == 0 && rules.back() == tables.alternative_count && std::is_sorted(rules.begin(), rules.end()));
     for (int32_t i = 0; i < tables.alternative_count; ++i) {
         const int32_t position = tables.alternatives[i];
-        // Each alternative has its own end, so that following one leads into no other.
+        // Each alternative has its own end, so following one never leads into another.
         demand(position >= 0 && position < tables.element_count);
         demand(position == 0 || tables.elements[2 * (position - 1)] == Type::end);
         alternatives.push_back(static_cast<uint32_t>(position));

@@ -168,8 +168,8 @@ Partition Specials::partition(const char *text, uint32_t length, const SpecialRu
         }
     }
 
-    // 0: text.  Whatever is taken is at least as long as what comes after it, so the two overlap only if the first or the
-    // last byte of the later one is taken.
+    // 0: text.  A token that is taken is at least as long as those after it.  So two of them overlap only if the first or
+    // the last byte of the later one is taken.
     std::vector<char> taken(places.empty() ? 0 : length);
     std::vector<Part> tokens;
     std::priority_queue<Place, std::vector<Place>, decltype(later)> queue(later, std::move(places));

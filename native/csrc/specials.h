@@ -40,8 +40,8 @@ struct Part {
     int32_t token;
 };
 
-// Texts of special tokens that do not count where they stand and end at `end`: where the shortest of them begins, and the
-// shortest of those that llama.cpp finds although it is told to find no special tokens.
+// A place where texts of special tokens end that do not count there.  `begin` is where the shortest of them begins.
+// llama.cpp finds some of them in any text; `visible` is where the shortest of these begins.
 struct Refused {
     static constexpr uint32_t none = UINT32_MAX;
     uint32_t end;

@@ -38,7 +38,7 @@ PIECE = 1 << 24
 """Bytes of a file that are read at a time: some 15 ms of work, after which a cancelled wait leaves nothing behind."""
 
 AT_REST = 2.0
-"""Seconds after a change from which on another change shows in a file's times: FAT counts them in steps of two."""
+"""Seconds after which a second change to a file shows in its times.  FAT counts them in steps of two."""
 
 THREADS = 4
 """How many files are read at a time."""
@@ -76,11 +76,11 @@ _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("lan
 
 
 async def _in_thread(function: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
-    """Run what only reads, or replaces a file whole, in a worker thread; a cancel leaves it alone there."""
+    """Run a function in a worker thread.  A cancel abandons it, so it only reads, or replaces a file whole."""
     try:
         limiter = _limiter.get()
     except LookupError:
-        # The program's threads may all be waiting for us, so they are no condition; the disk is shared by all files.
+        # The program's worker threads may all wait for this digest, so it has its own limiter.
         limiter = trio.CapacityLimiter(THREADS)
         _limiter.set(limiter)
     return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=limiter)

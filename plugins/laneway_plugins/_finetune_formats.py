@@ -23,7 +23,7 @@ import attrs
 from laneway import InvalidRequestError
 
 SUFFIXES = frozenset({".json", ".jsonl", ".jsonlines", ".ndjson"})
-"""A file of such a name is JSON; the case of its letters makes no difference."""
+"""Endings of the names of JSON files, in lower case."""
 SHAPES = (
     'a chat is {"messages": [...]}, {"conversations": [...]} (ShareGPT), {"instruction": ..., "output": ...} (Alpaca) '
     'or {"prompt": ..., "completion": ...}, one a line or all in one array; format="text" (--format text) trains on '

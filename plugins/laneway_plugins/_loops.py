@@ -33,7 +33,7 @@ def longest_translation(tokens: int) -> int:
 def repeats_at_end(text: str) -> int:
     """How often one unit stands at the end of ``text``, if that is a loop by length and number; else 0."""
     window = text[-_WINDOW:]
-    # The last characters stand there as often as any unit; counting them is quick, and nearly always enough.
+    # The last characters of a loop occur as often as its unit.  Counting them is quick, and rules out most texts.
     if window.count(window[-_PROBE:]) < LEAST_REPEATS:
         return 0
     backward = window[::-1]

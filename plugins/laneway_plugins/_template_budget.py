@@ -90,7 +90,7 @@ _PLAIN = Measure(MAX_BITS // 3 + 2)
 
 @final
 class Budget:
-    """The limits of one rendering, as they shrink.  Only :meth:`stop` may be called from another thread."""
+    """The rest of one rendering's limits.  Only :meth:`stop` may be called from another thread."""
 
     __slots__ = ("_left", "_stopped", "limits")
 

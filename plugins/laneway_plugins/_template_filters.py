@@ -132,7 +132,7 @@ def _reversed(budget: Budget, value: Any, given: tuple[Any, ...]) -> Any:
     if isinstance(value, str):
         budget.pass_over(len(value))
         return value
-    # What it gives is an iterator, charged as it goes; only what has no order of its own is put into a list.
+    # The result is an iterator, which is charged as it goes.  A value without an order is put into a list.
     return budget.each(value) if isinstance(value, Iterator) else value
 
 
@@ -148,7 +148,7 @@ def _numbers(budget: Budget, value: Any, given: tuple[Any, ...]) -> Any:
 
 
 def _text(method: str) -> Charge:
-    """Filters that do what a method of ``str`` does, on their value as text."""
+    """Filters that turn their value into text and do what a method of ``str`` does."""
 
     def charge(budget: Budget, value: Any, given: tuple[Any, ...]) -> Any:
         for one in (value, *given):

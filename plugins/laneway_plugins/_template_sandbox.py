@@ -189,7 +189,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         values = kwargs
         if any(name in kwargs for name in _HIDDEN_ARGUMENTS):
             values = {name: value for name, value in kwargs.items() if name not in _HIDDEN_ARGUMENTS}
-        # The sandbox wraps str.format before it hands it out.
+        # The sandbox wraps str.format.
         method = getattr(__obj, "__wrapped__", __obj)
         subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(subject, (str, dict, list, tuple, int, float)):

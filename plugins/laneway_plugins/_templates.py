@@ -209,7 +209,7 @@ def size_of(value: Any) -> int:
 
 
 def _handed_in(message: Message) -> dict[str, Any]:
-    """A message as a template sees it: all fields are content, but for a well-known role."""
+    """A message as a template sees it.  Its fields are content, except for a role of :data:`ROLES`."""
     fields: dict[str, Any] = _content(attrs.asdict(message))
     if message.role in ROLES:
         fields["role"] = written(message.role)

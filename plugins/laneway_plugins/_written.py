@@ -185,7 +185,7 @@ def traced(text: str, spans: Spans) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` as content, also where the template wrote it."""
+    """``text`` as content, without spans."""
     return text if type(text) is str else "".join((text,))
 
 

@@ -366,7 +366,7 @@ def _split(text: str) -> tuple[str, str, str]:
     assert match is not None
     before, core, after = match.groups()
     if "\n" not in core:
-        # A line of a list, say: models drop its mark, or write one of their own.
+        # In a line of a list, for example: models drop its mark or write another one.
         signs_before, core, signs_after = peel(core, begins_line=True)
         before, after = before + signs_before, signs_after + after
     return (before, core, after) if has_letters(core) else (text, "", "")

@@ -17,7 +17,7 @@
 //
 // A row that sees a cell whose score is not finite (NaN or an infinity) becomes NaN: weights are damaged, or F16
 // overflowed, and the answer must not look like one.  The faults of a row's scores are added to its total, where they are
-// NaN or nothing.  A cell that a row does not see changes no bit of it, not even a cell of NaN.
+// NaN or nothing.  A cell that a row does not see changes no bit of that row.
 //
 // What it does not do goes to llama.cpp's own function, which is compiled under another name.
 #include "attention_switch.h"
