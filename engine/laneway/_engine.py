@@ -118,6 +118,7 @@ class _OpenEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._engine._home.check()
         await self._through(self._engine._close)
         await self._end()
         if self._fatal is not None:

@@ -604,7 +604,8 @@ async def _try_gate(lanes: Lanes, ticket: Ticket, gate: Gate) -> None:
         must_leave = lanes.end_knock(ticket, inside)
     if must_leave:
         with trio.CancelScope(shield=True):
-            await threads.run_file(gate.leave)
+            # Shielded, so it must not wait behind other work on files.
+            await threads.run_long(gate.leave)
 
 
 @trio.lowlevel.disable_ki_protection

@@ -57,7 +57,7 @@ class Request:
     knocking: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     """Around the task that tries a gate which somebody outside has closed."""
     _said: dict[str | None, list[str]] = attrs.field(factory=dict, init=False, repr=False)
-    """Text by the id of its item, None without one: what a handler without sequences has handed out (rule C6)."""
+    """Text by the id of its item, None without one: what a handler has said before its first sequence (rule C6)."""
     closing: bool = False
     """The handler has ended: no more sequences join."""
     result: Any = None
@@ -144,9 +144,8 @@ class Request:
     def made(self) -> tuple[str, tuple[int, ...]]:
         """Text and tokens of all sequences so far, in the order in which they were asked for.
 
-        Of a handler that asks for no sequences: the text that it has handed out, item by item.
+        Before it comes the text that the handler has handed out, item by item, while it had asked for no sequence.
         """
-        if not self.streams:
-            return "".join(part for parts in self._said.values() for part in parts), ()
-        text = "".join(tokens.made for tokens in self.streams)
+        said = "".join(part for parts in self._said.values() for part in parts)
+        text = said + "".join(tokens.made for tokens in self.streams)
         return text, tuple(token for tokens in self.streams for token in tokens.tokens)

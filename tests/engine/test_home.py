@@ -182,6 +182,19 @@ async def test_a_model_in_a_second_run_leaves_the_first_one_whole() -> None:
             assert await trio.to_thread.run_sync(trio.from_thread.run, second, b.model) == first
 
 
+async def test_an_engines_block_that_is_left_elsewhere_stays_open() -> None:
+    async def leave(block: Any) -> None:
+        await block.__aexit__(None, None, None)
+
+    block = laneway.open_engine()
+    engine = await block.__aenter__()
+    await refused(partial(without_trio, leave, block), OUTSIDE)
+    await refused(partial(trio.run, leave, block), ELSEWHERE)
+    assert not engine.snapshot().closed
+    await leave(block)
+    assert engine.snapshot().closed
+
+
 async def test_an_engine_of_a_run_that_has_ended_is_refused() -> None:
     async def first() -> laneway.Engine:
         async with laneway.open_engine() as engine:

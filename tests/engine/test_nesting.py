@@ -114,7 +114,8 @@ async def nest(admission: Any = "requests", **parallel: int) -> AsyncIterator[Ne
         }
         async with trio.open_nursery() as nursery:
             yield Nest(engine, models, nursery)
-        assert all(model.lanes.idle for model in models.values())
+    # Not before: a thread may still be trying the gate of a request that was cancelled.
+    assert all(model.lanes.idle for model in models.values())
 
 
 async def test_R6_the_run_that_closes_a_circle_over_two_models_is_refused() -> None:

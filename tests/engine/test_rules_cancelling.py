@@ -425,6 +425,23 @@ async def test_C6_the_error_holds_what_a_handler_without_sequences_has_handed_ou
     assert (error.text, error.tokens) == ("acb", ())
 
 
+async def test_C6_the_error_also_holds_what_came_before_the_first_sequence(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async def say(ctx: laneway.RequestContext) -> None:
+        await ctx.emit(laneway.TextDelta("Answer: "))
+        async with ctx.generate(list(PROMPT), GREEDY, deliver=ctx.put) as tokens:
+            await tokens.finish()
+
+    async with bench() as b, b.run("body", Body(say), request_id="mine") as run:
+        await trio.sleep(1.05)
+        b.engine.cancel("mine")
+        error = await _outcome(run)
+        assert isinstance(error, laneway.InferenceCancelledError)
+        assert len(error.tokens) > 3
+        assert error.text == "Answer: " + b.expected_text(PROMPT, len(error.tokens))
+
+
 @pytest.mark.parametrize("how", ["cancel", "cancel_all", "leave", "deadline", "unload"])
 async def test_C6_a_handler_is_told_whether_its_end_was_asked_for(
     how: str, autojump_clock: trio.testing.MockClock

@@ -18,7 +18,7 @@ from laneway._admission import Admission, Refused, Ticket, TicketState, TicketSt
 from laneway._lane import Lanes
 from tests.engine.kit import Bench, Body, Generate, bench
 from tests.kvcache.kit import threads_at_once
-from tests.program_threads import HANG_SECONDS, Held
+from tests.program_threads import HANG_SECONDS, Held, one_thread_of_each_kind
 
 
 @attrs.define(eq=False)
@@ -386,6 +386,36 @@ async def test_K2_C3_a_waiter_that_is_cancelled_while_its_gate_is_tried_keeps_no
             disk.release()
         assert world == ({} if free else {"file": OUTSIDE})
         assert b.model.lanes.idle
+
+
+async def test_K2_a_gate_that_is_given_back_waits_for_no_other_gate_that_hangs() -> None:
+    given_back = trio.Event()
+
+    class Told(SlowDoor):
+        def leave(self) -> None:
+            super().leave()
+            trio.from_thread.run_sync(given_back.set)
+
+    world: dict[str, object] = {"file": OUTSIDE, "other": OUTSIDE}
+    with one_thread_of_each_kind(), trio.fail_after(HANG_SECONDS), Held() as disk, Held() as other_disk:
+        async with bench(2, plugins=[BEHIND], seconds_per_step=0.0) as b:
+            async with b.run("behind", Behind(Told(world, disk)), request_id="turn") as turn:
+                await disk.begun.wait()
+                other = SlowDoor(world, other_disk)
+                other.name = "other"
+                async with b.run("behind", Behind(other), request_id="behind it"):
+                    await trio.testing.wait_all_tasks_blocked()
+                    assert not other_disk.begun.is_set()  # the one thread is taken
+                    b.engine.cancel("turn")
+                    with pytest.raises(InferenceCancelledError):
+                        await turn.result()
+                    del world["file"]
+                    disk.release()
+                    await other_disk.begun.wait()
+                    await given_back.wait()
+                    assert world == {"other": OUTSIDE}
+                    other_disk.release()
+        assert world == {"other": OUTSIDE}
 
 
 async def test_a_gate_is_something_to_enter_and_leave() -> None:
