@@ -15,7 +15,8 @@ from laneway.decoder import Written
 from laneway.threads import run_sync
 from laneway_plugins._messages import Message
 from laneway_plugins._template_budget import Budget
-from laneway_plugins._templates import ChatTemplate, Rendered, limits_of
+from laneway_plugins._templates import ChatTemplate, Rendered, is_marker, limits_of
+from laneway_plugins._written import Traced, plain, spans_of
 
 LONG_SOURCE = 4_000
 """Characters of a template from which compiling it leaves the event loop: 10 to 20 ms of work."""
@@ -52,14 +53,18 @@ async def to_tokens(
     """The prompt that ``messages`` make on ``model``, as tokens.
 
     In a raw prompt special tokens that the text spells out are read as such.  In a chat only those are that the
-    template itself has written.  What the model wants at a beginning is put there, unless the text begins with it
-    already, as those of many templates do.  ``variables`` are more names for the template.
+    template itself has written, and in a raw prompt of the type :class:`Traced` only those in its spans.  What the
+    model wants at a beginning is put there, unless the text begins with it already, as those of many templates do.
+    ``variables`` are more names for the template.
 
     A short chat is rendered at once, without a checkpoint before the tokenizer's.  A long one is rendered in a thread;
     a cancel ends the wait, and then the rendering.
 
     Raises :class:`InvalidRequestError` if the template refuses or is broken, or if the model has none.
     """
+    if isinstance(messages, Traced):
+        raw = Rendered(plain(messages), spans_of(messages))
+        return await rendered_to_tokens(model, raw, _markers_in(model, raw), prompt=True)
     if isinstance(messages, str):
         return await text_to_tokens(model, messages, prompt=True)
     kept = await template_of(model)
@@ -69,6 +74,16 @@ async def to_tokens(
     if rendered is None:
         rendered = await _render_in_thread(kept.template, messages, variables)
     return await rendered_to_tokens(model, rendered, kept.markers, prompt=True)
+
+
+def _markers_in(model: Model, rendered: Rendered) -> frozenset[int]:
+    """The user-defined tokens, marks of a form such as ``<de>``, that are written in a prompt without a template."""
+    parts = [rendered.text[start:stop] for start, stop in rendered.spans]
+    return frozenset(
+        token
+        for text, token in model.tokenizer.user_defined.items()
+        if is_marker(text) and any(text in part for part in parts)
+    )
 
 
 async def _render_in_thread(

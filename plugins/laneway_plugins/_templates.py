@@ -158,7 +158,7 @@ class ChatTemplate:
 
         The beginning and the end of a text are markers in any form, for a template writes them by their variables.
         """
-        candidates = {text: token for text, token in user_defined.items() if _MARKER.fullmatch(text)}
+        candidates = {text: token for text, token in user_defined.items() if is_marker(text)}
         lengths = {len(text) for text in candidates}
         ends = (self._constants["bos_token"], self._constants["eos_token"])
         found = {user_defined[text] for text in ends if text in user_defined and not text.isspace()}
@@ -189,6 +189,11 @@ _MARKER = re.compile(r"<\S+>|\[(?=[^\]]*[^\W\d_])\S+\]")
 _OPENING = re.compile(r"[<\[]")
 _LAST_OPENING = re.compile(r"[<\[][^<\[\s]{0,40}\Z")
 _FIRST_CLOSING = re.compile(r"\A[^>\]\s]{0,40}[>\]]")
+
+
+def is_marker(text: str) -> bool:
+    """Whether a user-defined token of this text has the form of a marker: in brackets, without white space."""
+    return _MARKER.fullmatch(text) is not None
 
 
 def limits_of(

@@ -10,6 +10,7 @@ import attrs
 from laneway import InvalidRequestError
 from laneway_plugins._languages import Language
 from laneway_plugins._messages import Messages
+from laneway_plugins._written import Traced, concat, plain, spans_of, written
 
 
 @attrs.frozen
@@ -29,13 +30,34 @@ class PromptForm:
 
     ``models`` is a regular expression that is looked for in each name of a model (its own, those of its metadata, its
     file's), case aside and ``_`` read as ``-``; None: the form is taken only where it is named.  ``ask`` makes a chat,
-    or a str that goes to the model as it is.  ``stop`` ends an answer and is no part of it.
+    or a str that goes to the model as it is; special tokens that the form writes count there, and those in the text and
+    its context do not.  ``stop`` ends an answer and is no part of it.
     """
 
     name: str
     models: str | None
     ask: Callable[[Wanted], Messages]
     stop: tuple[str, ...] = ()
+
+
+def prompt_of(form: PromptForm, wanted: Wanted) -> Messages:
+    """What ``form`` asks.  A str is :class:`Traced`: the text and its context are content, the rest is the form's.
+
+    The form is asked once more, with one character for the text and another for the context.  If putting both in their
+    places does not give the same prompt, the form did something else with them, and then all of it counts as content.
+    """
+    asked = form.ask(wanted)
+    if not isinstance(asked, str):
+        return asked
+    unused = (character for character in map(chr, range(0xE000, 0xF900)) if character not in asked)
+    text, context = next(unused, ""), next(unused, "")
+    if not context:
+        return Traced(plain(asked))
+    outline = form.ask(attrs.evolve(wanted, text=text, context=wanted.context and context))
+    parts = re.split(f"([{text}{context}])", outline) if isinstance(outline, str) else []
+    content = {text: plain(wanted.text), context: plain(wanted.context or "")}
+    traced = concat([content[part] if part in content else written(part) for part in parts])
+    return Traced(plain(asked), spans_of(traced) if traced == asked else ())
 
 
 def _user(text: str) -> Messages:

@@ -52,7 +52,7 @@ from laneway_plugins._thoughts import MARKERS, THOUGHT_TOKENS, SpelledOut, Witho
 from laneway_plugins._translation_forms import PromptForm as PromptForm
 from laneway_plugins._translation_forms import Wanted as Wanted
 from laneway_plugins._translation_forms import add_form as add_form
-from laneway_plugins._translation_forms import form_for, named_form
+from laneway_plugins._translation_forms import form_for, named_form, prompt_of
 from laneway_plugins._translation_forms import known_forms as known_forms
 from laneway_plugins._unicode import surrogate_in
 from laneway_plugins.completion import CompletionFields, CompletionRequest, Job, prepare_job
@@ -380,7 +380,7 @@ async def _job(model: Model, request: TranslateRequest, form: PromptForm, wanted
         fields["max_tokens"] = longest_translation(len(await model.tokenize(wanted.text, bos=False)))
         if thinks(model.tokenizer.chat_template):
             fields["max_tokens"] += THOUGHT_TOKENS
-    asked = form.ask(wanted)
+    asked = prompt_of(form, wanted)
     if not isinstance(asked, str):
         fields["chat_template_kwargs"] = {**NO_THINKING, **(fields.get("chat_template_kwargs") or {})}
     try:
