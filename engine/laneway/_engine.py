@@ -31,6 +31,7 @@ from laneway._errors import (
 )
 from laneway._home import Home
 from laneway._kvcache._caches import KVCaches
+from laneway._lifecycle import State
 from laneway._model import Model
 from laneway._plugins import PluginHost
 from laneway._registry import Registry
@@ -606,6 +607,8 @@ class _OpenRun:
             self._live.discard()
             if must_wait:
                 await _outlast(self._live.ended)
+            if self._live.state is State.FAILED:
+                failure = self._run.unseen_error()  # its handler had failed before, and was in its teardown
         self._live.attached = False
         if failure is None:
             return

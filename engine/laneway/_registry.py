@@ -414,8 +414,8 @@ class Registry:
 
         ``asked``: it ends because of a call of ``cancel()``; else it ends with its caller, its model or its engine.
         """
-        if request.state not in (State.WAITING, State.RUNNING):
-            return False
+        if request.state not in (State.WAITING, State.RUNNING) or request.closing:
+            return False  # it ends for another reason, or has ended but for its teardown
         request.cancel_asked = asked
         was_waiting = request.state is State.WAITING
         request.cancel_reason = reason

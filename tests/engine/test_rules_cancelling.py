@@ -217,6 +217,37 @@ async def test_C3_cancel_all_counts_those_that_it_ends(autojump_clock: trio.test
         assert isinstance(await _outcome(waits), laneway.InferenceCancelledError)
 
 
+@pytest.mark.parametrize("scope", ["body", "common", "stubborn"])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_C3_C7_a_request_in_its_teardown_counts_no_more_and_keeps_its_outcome(
+    scope: str, fails: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    returned = trio.Event()
+
+    async def early(ctx: laneway.RequestContext) -> str:
+        # It leaves its sequence to the teardown.
+        await anext(await ctx.generate(list(PROMPT), GREEDY).__aenter__())
+        returned.set()
+        if fails:
+            raise ValueError("a bug")
+        return "made"
+
+    async with bench(parallel=1) as b:
+        async with b.run(scope, Body(early)) as run:
+            await returned.wait()
+            # Its slot is not free yet, for a step is under way.
+            assert run.state == "running"
+            assert b.engine.cancel(run.request_id) == 0
+            assert b.engine.cancel_all() == 0
+            if fails:
+                with pytest.raises(ValueError, match="a bug"):
+                    await run.result()
+            else:
+                assert await run.result() == "made"
+        assert run.state == ("failed" if fails else "completed")
+        b.nothing_left()
+
+
 async def test_C3_cancel_all_takes_a_model_and_a_kind(autojump_clock: trio.testing.MockClock) -> None:
     async with bench(parallel=2) as b:
         other = await b.engine.load_model("scripted:b", 2)

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 import laneway
-from tests.engine.kit import Bench, Body, Generate, bench, forever
+from tests.engine.kit import GREEDY, Bench, Body, Generate, bench, forever
 
 PROMPT = (5, 6, 7)
 
@@ -371,6 +371,25 @@ async def test_S2_emit_waits_only_while_the_run_is_paused(autojump_clock: trio.t
             assert [e async for e in run][:-1] == list(range(100))
             assert await run.result() == 7
         assert isinstance(b, Bench)
+
+
+async def test_R4_leaving_the_block_in_the_teardown_raises_a_failure_that_came_before(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    failing = trio.Event()
+
+    async def fails(ctx: laneway.RequestContext) -> None:
+        # It leaves its sequence to the teardown.
+        await anext(await ctx.generate(list(PROMPT), GREEDY).__aenter__())
+        failing.set()
+        raise ValueError("a bug")
+
+    async with bench(parallel=1) as b:
+        with pytest.raises(ValueError, match="a bug"):
+            async with b.run("body", Body(fails)) as run:
+                await failing.wait()
+                assert run.state == "running"
+        b.nothing_left()
 
 
 @pytest.mark.parametrize("backpressure", ["merge", "pause"])
