@@ -9,7 +9,8 @@ other one can.  A running request can end if all its nested runs can; it then gi
 in line can end if it can start once the removed ones are gone, because it has no nested runs yet.  The order of removal
 does not matter: a request that starts gives back all that it takes.
 
-A wait for something outside of this process, such as the gate of a cache file, counts as one that ends.
+A wait for something outside of this process, such as the gate of a cache file, counts as one that ends.  When it ends
+is not known.  A request that would be stuck if some gate opened before another counts as one that can never end.
 """
 
 from __future__ import annotations

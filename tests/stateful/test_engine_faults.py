@@ -224,6 +224,21 @@ def gives_a_cancelling_one_another_reason(patch: Patch) -> None:
     patch.setattr(Registry, "_cancel_one", cancel_again)
 
 
+@seen_by(DecodingMachine)
+def counts_a_request_in_its_teardown(patch: Patch) -> None:
+    """C3: a request whose handler has ended is cancelled all the same."""
+    cancel_one = Registry._cancel_one
+
+    def cancel_closing(self: Registry, request: Request, reason: str, *, asked: bool = False) -> bool:
+        closing, request.closing = request.closing, False
+        try:
+            return cancel_one(self, request, reason, asked=asked)
+        finally:
+            request.closing = closing
+
+    patch.setattr(Registry, "_cancel_one", cancel_closing)
+
+
 @seen_by(RequestMachine)
 def lets_one_caller_end_a_common_scope(patch: Patch) -> None:
     """C1: a caller that leaves does not detach, it cancels all of its scope."""

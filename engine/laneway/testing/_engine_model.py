@@ -382,8 +382,11 @@ class EngineModel:
         return self._doom(reached, reason, now)
 
     def _doom(self, jobs: Iterable[Job], reason: str, now: float) -> list[Job]:
-        """C3: a request that is cancelling already keeps its first reason.  Returns those that end because of this."""
-        reached = [job for job in jobs if job.live and job.doom is None]
+        """C3: a request that is cancelling already keeps its first reason, and one in its teardown its outcome.
+
+        Returns those that end because of this.
+        """
+        reached = [job for job in jobs if job.live and job.doom is None and job.handler != "left"]
         for job in reached:
             job.doom, job.doomed_at = reason, now
         return reached
@@ -658,6 +661,11 @@ class EngineModel:
         job.owes_failure = error is None and job.settled and job.state != "completed"
         if not job.live:
             return
+        # R4: the caller waits for the teardown of a handler that has failed.
+        waits = job.operation.scope is laneway.Scope.REQUEST or (
+            job.operation.scope is laneway.Scope.MODEL and not self._is_heard(job)
+        )
+        job.owes_failure |= error is None and job.how == "raised" and job.doom is None and waits
         if job.operation.scope is not laneway.Scope.MODEL:
             self._doom([job], "its caller left the block", entry.now)
             return
@@ -667,9 +675,12 @@ class EngineModel:
 
     def _doom_the_unheard(self, job: Job, now: float) -> None:
         """C1: a caller that leaves only detaches, and the last to leave cancels."""
-        shared = [other for other in self.live if other.same_scope(job) and other.doom is None]
-        if not any(other.attached for other in shared):
-            self._doom(shared, "its caller left the block", now)
+        if not self._is_heard(job):
+            self._doom([other for other in self.live if other.same_scope(job)], "its caller left the block", now)
+
+    def _is_heard(self, job: Job) -> bool:
+        """Whether a caller is left of those that share its scope."""
+        return any(other.attached for other in self.live if other.same_scope(job) and other.doom is None)
 
     def _on_left_block(self, entry: Entry, job: Job) -> None:
         """R3: no request outlives its block, but C1's none and model."""
@@ -761,13 +772,13 @@ class EngineModel:
         assert job.handler == "inside" or job.on.stuck, f"A8: {job} does not end, its handler has"
         if job.doom is not None and job.keeps_its_scope:
             assert job.on.stuck, f"C7: {job} goes on, cancelled ({job.doom})"
-        if job.doom is None and job.operation.scope is laneway.Scope.MODEL:
-            heard = [o for o in self.live if o.same_scope(job) and o.doom is None and o.attached]
-            assert heard, f"C1: {job} runs for nobody: the last of its callers has left"
+        if job.doom is None and job.operation.scope is laneway.Scope.MODEL and job.handler != "left":
+            assert self._is_heard(job), f"C1: {job} runs for nobody: the last of its callers has left"
 
     def _caller_at_rest(self, job: Job, now: float) -> None:
         if job.caller == "leaving":
-            waits = job.live and (job.operation.scope is laneway.Scope.REQUEST or job.doom is not None)
+            ends = job.operation.scope is laneway.Scope.REQUEST or job.doom is not None or job.handler == "left"
+            waits = job.live and ends
             assert waits, f"R3: {job} is {job.state}, and its caller does not come out of the block"
             return
         assert not job.scope_cancelled, f"C6: the caller of {job} was cancelled and sits there"
