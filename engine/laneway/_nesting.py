@@ -77,7 +77,7 @@ def check_circle(
     )
     raise InvalidRequestError(
         f"a {operation.kind} request on model {model.name!r} opened inside the handler of {parent.kind} request "
-        f"{parent.id!r} would wait for {steps}, which waits for this one: none of them could ever end; run it after "
+        f"{parent.id!r} would wait for {steps}, which waits for this one: none of them could go on; run it after "
         "the handler has returned, load the model with a larger parallel, or use overflow='reject'"
     )
 
