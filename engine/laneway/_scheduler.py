@@ -380,13 +380,7 @@ class Scheduler:
         """
         self.missed(sequence)
         sequence.restorable = 0
-        source, length, leader = self._find_prefix(sequence)
-        if leader is not None:
-            self._followers[sequence] = leader
-        elif source is not None:
-            sequence.computed = sequence.cached = length
-            return Opening(sequence=sequence, copy_from=source, opens=False)
-        return None
+        return self._share_later(sequence, *self._find_prefix(sequence))
 
     def follows(self, sequence: Sequence) -> bool:
         """Whether a sequence waits for another's cells.  It may yet load its saved state, should they not come."""
@@ -547,11 +541,20 @@ class Scheduler:
                 # Whom it waited for has ended before its time.
                 sequence.computed = sequence.cached = sequence.restored = sequence.restorable
                 return Opening(sequence=sequence, load=True, opens=False)
-            if again is not None:
-                self._followers[sequence] = again
-            elif source is not None:
-                sequence.computed = sequence.cached = length
-                return Opening(sequence=sequence, copy_from=source, opens=False)
+            opening = self._share_later(sequence, source, length, again)
+            if opening is not None:
+                return opening
+        return None
+
+    def _share_later(
+        self, sequence: Sequence, source: int | None, length: int, leader: tuple[Sequence, int] | None
+    ) -> Opening | None:
+        """What :meth:`_find_prefix` found, for a sequence that has its slot already: wait for a leader, or copy."""
+        if leader is not None:
+            self._followers[sequence] = leader
+        elif source is not None:
+            sequence.computed = sequence.cached = length
+            return Opening(sequence=sequence, copy_from=source, opens=False)
         return None
 
     def _done_following(self) -> Sequence | None:

@@ -182,19 +182,25 @@ bool Matcher::marked(Point &to, size_t begin) {
     return accepts || to.begin != to.end;
 }
 
-bool Matcher::advance(const Point &from, uint32_t character, Point &to, Budget &budget) {
+template <typename Wanted>
+bool Matcher::move(const Point &from, Point &to, Budget &budget, Wanted wanted) {
     begin_moment();
     const size_t begin = frontier.size();
     budget.spend(static_cast<int64_t>(from.end - from.begin));
     for (size_t i = from.begin; i < from.end; ++i) {
         const Place place = frontier[i];
-        const Rules::Element &element = (*rules)[place.position];
-        if (element.type == Rules::chars && rules->has(element.value, character)) {
+        if (wanted((*rules)[place.position])) {
             add(place.position + 1, place.node);
         }
     }
     close(budget);
     return marked(to, begin);
+}
+
+bool Matcher::advance(const Point &from, uint32_t character, Point &to, Budget &budget) {
+    return move(from, to, budget, [&](const Rules::Element &element) {
+        return element.type == Rules::chars && rules->has(element.value, character);
+    });
 }
 
 bool Matcher::step(const Point &from, uint8_t byte, Point &to, Budget &budget) {
@@ -232,19 +238,10 @@ bool Matcher::take(const Point &from, int32_t token, bool named_only, Point &to,
     if (from.partial.missing > 0) {
         return false;
     }
-    begin_moment();
-    const size_t begin = frontier.size();
-    budget.spend(static_cast<int64_t>(from.end - from.begin));
-    for (size_t i = from.begin; i < from.end; ++i) {
-        const Place place = frontier[i];
-        const Rules::Element &element = (*rules)[place.position];
-        if ((element.type == Rules::token && element.value == token) ||
-            (element.type == Rules::not_token && element.value != token && !named_only)) {
-            add(place.position + 1, place.node);
-        }
-    }
-    close(budget);
-    return marked(to, begin);
+    return move(from, to, budget, [&](const Rules::Element &element) {
+        return (element.type == Rules::token && element.value == token) ||
+               (element.type == Rules::not_token && element.value != token && !named_only);
+    });
 }
 
 bool Matcher::may_pause(const Point &point, Budget &budget) const {

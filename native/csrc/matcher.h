@@ -103,6 +103,9 @@ private:
     void connect(const NewEdge &edge, Budget &budget);
     void finish(uint32_t node, Budget &budget);
     void follow(uint32_t position, uint32_t node);
+    // To the places behind the elements that `wanted` takes.
+    template <typename Wanted>
+    bool move(const Point &from, Point &to, Budget &budget, Wanted wanted);
     bool advance(const Point &from, uint32_t character, Point &to, Budget &budget);
     bool marked(Point &to, size_t begin);
     void compact();

@@ -25,9 +25,14 @@ _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("lan
 
 async def run_sync(function: Callable[[Unpack[Args]], Result], *args: *Args) -> Result:
     """Run a function in a worker thread and return what it returns.  What has begun is waited for."""
+    return await trio.to_thread.run_sync(function, *args, limiter=limiter_of(_limiter, math.inf))
+
+
+def limiter_of(variable: trio.lowlevel.RunVar[trio.CapacityLimiter], threads: float) -> trio.CapacityLimiter:
+    """The limiter that ``variable`` has in this ``trio.run``, made for so many threads on its first use."""
     try:
-        limiter = _limiter.get()
+        return variable.get()
     except LookupError:
-        limiter = trio.CapacityLimiter(math.inf)
-        _limiter.set(limiter)
-    return await trio.to_thread.run_sync(function, *args, limiter=limiter)
+        limiter = trio.CapacityLimiter(threads)
+        variable.set(limiter)
+        return limiter

@@ -30,6 +30,7 @@ import trio
 
 from laneway.decoder import ModelLoadError
 from laneway_native._log import logger
+from laneway_native._threads import limiter_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,12 +78,8 @@ _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("lan
 
 async def _in_thread(function: Callable[[Unpack[_Args]], _Result], *args: *_Args) -> _Result:
     """Run a function in a worker thread.  A cancel abandons it, so it only reads, or replaces a file whole."""
-    try:
-        limiter = _limiter.get()
-    except LookupError:
-        # The program's worker threads may all wait for this digest, so it has its own limiter.
-        limiter = trio.CapacityLimiter(THREADS)
-        _limiter.set(limiter)
+    # The program's worker threads may all wait for this digest, so it has its own limiter.
+    limiter = limiter_of(_limiter, THREADS)
     return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=limiter)
 
 

@@ -29,11 +29,6 @@ _TRACED_PIECE = 6
 """Steps of cutting one piece out of a text with spans, which is Python's work and not C's."""
 
 
-def charge_text(budget: Budget, text: str) -> None:
-    """What passes over a text once."""
-    budget.pass_over(len(text))
-
-
 def charge_printing(budget: Budget, value: Any) -> None:
     """``str(value)``."""
     budget.allow(budget.measure(value).characters)

@@ -315,8 +315,3 @@ def _braces(template: str, args: list[Any], values: Mapping[str, Any]) -> str | 
         else:
             return None
     return concat(parts)
-
-
-def retraced(pieces: Iterable[str], change: Callable[[str], str]) -> str:
-    """Each piece changed by ``change``, and put together again."""
-    return concat([change(piece) for piece in pieces])

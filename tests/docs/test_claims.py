@@ -1,6 +1,6 @@
 """The numbers and names that the pages give are those of the code.
 
-What a number does is held by the tests of its own module.  Here a number that changes in the code and not on a page, or
+The tests of a module hold what its numbers do.  Here a number that changes in the code and not on a page, or
 the other way round, is found.
 """
 

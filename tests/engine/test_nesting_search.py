@@ -1,4 +1,4 @@
-"""Rule R6 on a whole engine: whatever handlers open in each other, everything ends, and nothing is refused in vain."""
+"""Rule R6 on a whole engine: handlers open runs in each other, everything ends, and nothing is refused in vain."""
 
 from __future__ import annotations
 
